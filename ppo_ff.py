@@ -153,22 +153,11 @@ def resolve(config: Config) -> Config:
 
 
 # ------------------------------------------------------------------------------------- environment
-class TimeStep(NamedTuple):
-    """The outcome of one step of every environment."""
-
-    reward: jax.Array  # [N]
-    terminated: jax.Array  # [N] the environment ended the episode: nothing follows
-    truncated: jax.Array  # [N] the time limit ended it: the value of final_obs follows
-    final_obs: jax.Array  # [N, ...] the true next observation, not the next episode's first
-
-    @property
-    def done(self) -> jax.Array:
-        return self.terminated | self.truncated
-
-
 class Environment(NamedTuple):
+    """Functions of a batch of environments; `step` resets those whose episode ended."""
+
     reset: Callable  # keys [N] -> obs, env_state
-    step: Callable  # keys [N], env_state, action [N] -> obs, env_state, TimeStep; resets itself
+    step: Callable  # keys, env_state, action -> obs, env_state, reward, terminated, truncated, final_obs
     num_actions: int
 
 
@@ -193,15 +182,12 @@ def make_env(config: Config) -> Environment:
         return encode(obs), env_state
 
     def step(key, env_state, action):
-        obs, env_state, reward, terminated, truncated, info = env.step(
-            key, env_state, action, params
-        )
-        final_obs = encode(info["final_observation"])
-        return (
-            encode(obs),
-            env_state,
-            TimeStep(jnp.float32(reward), terminated, truncated, final_obs),
-        )
+        obs, env_state, *outcome, info = env.step(key, env_state, action, params)
+        reward, terminated, truncated = outcome
+        final_obs = encode(
+            info["final_observation"]
+        )  # the true next one, obs may be a new episode's
+        return encode(obs), env_state, jnp.float32(reward), terminated, truncated, final_obs
 
     return Environment(jax.vmap(reset), jax.vmap(step), action_space.n)
 
@@ -247,12 +233,20 @@ class ActorCritic(nn.Module):
 
 # ----------------------------------------------------------------------------------------- rollout
 class Transition(NamedTuple):
-    """What the loss needs of one step of every environment."""
+    """One step of every environment; a rollout is T of them."""
 
     obs: jax.Array  # [N, ...]
     action: jax.Array  # [N]
     log_prob: jax.Array  # [N]
     value: jax.Array  # [N]
+    reward: jax.Array  # [N]
+    terminated: jax.Array  # [N] the environment ended the episode: nothing follows
+    truncated: jax.Array  # [N] the time limit ended it: the value of final_obs follows
+    final_obs: jax.Array  # [N, ...] the true next observation, not the next episode's first
+
+    @property
+    def done(self) -> jax.Array:
+        return self.terminated | self.truncated
 
 
 class RunnerState(NamedTuple):
@@ -277,7 +271,7 @@ class Epochs(NamedTuple):
     """What one pass over a rollout hands to the next."""
 
     state: RunnerState
-    samples: tuple[Transition, jax.Array, jax.Array]  # with advantage and target, [T * N, ...]
+    samples: tuple  # (rollout, advantage, target), each [T * N, ...]
     epoch: jax.Array  # [] passes done
     metrics: dict[str, jax.Array]  # [] of the last pass
 
@@ -354,12 +348,12 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
     network = ActorCritic(env.num_actions, config)
     num_envs = config.num_envs // jax.local_device_count()  # N
 
-    @optax.inject_hyperparams
-    def make_optimizer(learning_rate):
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
-        return optax.chain(clip, optax.adam(learning_rate, eps=1e-5))
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    optimizer = optax.chain(clip, optax.scale_by_adam(eps=1e-5))
 
-    optimizer = make_optimizer(learning_rate=config.lr)
+    def learning_rate(update):
+        fraction_left = 1.0 - update / config.num_updates if config.anneal_lr else 1.0
+        return jnp.float32(config.lr * fraction_left)
 
     def init_seed(key):
         params_key, reset_key, key = jax.random.split(key, 3)
@@ -368,42 +362,41 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         # The environments of the devices differ, the networks must not.
         params = jax.tree.map(lambda x: jax.lax.all_gather(x, "devices")[0], params)
         zeros = jnp.zeros(num_envs)
-        opt_state = optimizer.init(params)
-        return RunnerState(params, opt_state, env_state, obs, zeros, zeros, jnp.int32(0), key)
+        return RunnerState(
+            params, optimizer.init(params), env_state, obs, zeros, zeros, jnp.int32(0), key
+        )
 
     def env_step(state, _):
         key, action_key, step_key = jax.random.split(state.key, 3)
         policy, value = network.apply(state.params, state.obs)
         action, log_prob = policy.sample_and_log_prob(seed=action_key)
         step_keys = jax.random.split(step_key, num_envs)
-        obs, env_state, timestep = env.step(step_keys, state.env_state, action)
-        transition = Transition(state.obs, action, log_prob, value)
-        episode_return = state.episode_return + timestep.reward
+        obs, env_state, *outcome = env.step(step_keys, state.env_state, action)
+        transition = Transition(state.obs, action, log_prob, value, *outcome)
+        episode_return = state.episode_return + transition.reward
         episode_length = state.episode_length + 1
         finished = {
-            "episode/return": (timestep.done * episode_return).sum(),
-            "episode/length": (timestep.done * episode_length).sum(),
-            "episode/count": timestep.done.sum(dtype=jnp.float32),
+            "episode/return": jnp.sum(episode_return * transition.done),
+            "episode/length": jnp.sum(episode_length * transition.done),
+            "episode/count": jnp.sum(transition.done, dtype=jnp.float32),
         }
-        state = state._replace(
-            env_state=env_state,
-            obs=obs,
-            episode_return=jnp.where(timestep.done, 0.0, episode_return),
-            episode_length=jnp.where(timestep.done, 0.0, episode_length),
-            key=key,
+        state = state._replace(obs=obs, env_state=env_state, key=key)
+        state = state._replace(episode_return=episode_return * ~transition.done)
+        return state._replace(episode_length=episode_length * ~transition.done), (
+            transition,
+            finished,
         )
-        return state, (transition, timestep, finished)
 
-    def next_values(params, value, timestep, last_value):
+    def next_values(params, rollout, last_value):
         """The value of the true next observation of every step, [T, N].
 
         That is the value of the next step, but not where a time limit cut the episode. Those few
         final observations are gathered N at a time: no time limit, no second pass of the network.
         """
-        next_value = jnp.concatenate([value[1:], last_value[None]]).reshape(-1)  # [T * N]
-        cut = (timestep.truncated & ~timestep.terminated).reshape(-1)  # [T * N]
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
+        cut = (rollout.truncated & ~rollout.terminated).reshape(-1)  # [T * N]
         rows = jnp.flatnonzero(cut, size=cut.size, fill_value=cut.size)  # the cut ones come first
-        final_obs = timestep.final_obs.reshape(cut.size, *timestep.final_obs.shape[2:])
+        final_obs = rollout.final_obs.reshape(cut.size, *rollout.final_obs.shape[2:])
 
         def look_up(i, next_value):
             block = jax.lax.dynamic_slice_in_dim(rows, i * num_envs, num_envs)  # [N]
@@ -411,7 +404,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
             return next_value.at[block].set(value, mode="drop")
 
         num_blocks = (cut.sum() + num_envs - 1) // num_envs
-        return jax.lax.fori_loop(0, num_blocks, look_up, next_value).reshape(value.shape)
+        next_value = jax.lax.fori_loop(0, num_blocks, look_up, next_value.reshape(-1))
+        return next_value.reshape(rollout.value.shape)
 
     def update_minibatch(state, minibatch):
         batch, advantage, target = minibatch  # [B, ...]
@@ -422,7 +416,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
         grads, metrics = jax.lax.pmean((grads, metrics), "devices")
         updates, opt_state = optimizer.update(grads, state.opt_state)
-        params = optax.apply_updates(state.params, updates)
+        lr = learning_rate(state.update)
+        params = jax.tree.map(lambda param, update: param - lr * update, state.params, updates)
         metrics["optim/grad_norm"] = optax.global_norm(grads)
         return state._replace(params=params, opt_state=opt_state), metrics
 
@@ -441,30 +436,23 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         return more
 
     def update_step(state, _):
-        lr = config.lr * (1 - state.update / config.num_updates) if config.anneal_lr else config.lr
-        opt_state = state.opt_state._replace(hyperparams={"learning_rate": jnp.float32(lr)})
-        state = state._replace(opt_state=opt_state)
-        state, rollout = jax.lax.scan(env_step, state, None, config.num_steps)
-        batch, timestep, finished = rollout  # [T, N, ...]
-
+        state, (rollout, finished) = jax.lax.scan(env_step, state, None, config.num_steps)
         _, last_value = network.apply(state.params, state.obs)  # [N]
-        next_value = next_values(state.params, batch.value, timestep, last_value)
+        next_value = next_values(state.params, rollout, last_value)
+        reward, value, terminated = rollout.reward, rollout.value, rollout.terminated  # [T, N]
+        done = rollout.done
         advantage, target = compute_gae(
-            timestep.reward,
-            batch.value,
-            next_value,
-            timestep.terminated,
-            timestep.done,
-            config.gamma,
-            config.gae_lambda,
+            reward, value, next_value, terminated, done, config.gamma, config.gae_lambda
         )
-        samples = (batch, advantage, target)
+        # The loss does not need these: spare the shuffle.
+        rollout = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
+        samples = (rollout, advantage, target)
         samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * N, ...]
         epochs = Epochs(state, samples, jnp.int32(0), dict.fromkeys(LOSSES, jnp.float32(0)))
         epochs = jax.lax.while_loop(another_epoch, update_epoch, epochs)
 
         finished = jax.lax.psum(jax.tree.map(jnp.sum, finished), "devices")
-        explained = 1 - jnp.var(target - batch.value) / jnp.var(target)
+        explained = 1 - jnp.var(target - value) / jnp.var(target)
         metrics = {
             # 0 / 0 = NaN where no episode ended
             "episode/return": finished["episode/return"] / finished["episode/count"],
@@ -472,7 +460,7 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
             "episode/count": finished["episode/count"],
             **epochs.metrics,
             "value/explained_variance": jax.lax.pmean(explained, "devices"),  # mean over devices
-            "optim/lr": jnp.float32(lr),
+            "optim/lr": learning_rate(state.update),
         }
         return epochs.state._replace(update=state.update + 1), metrics
 
@@ -512,9 +500,10 @@ def make_evaluate(config: Config) -> Callable:
         distribution, _ = network.apply(policy, state.obs)
         action = distribution.mode() if config.eval_greedy else distribution.sample(seed=action_key)
         step_keys = jax.random.split(step_key, config.eval_episodes)
-        obs, env_state, timestep = env.step(step_keys, state.env_state, action)
-        returns = state.returns + jnp.where(state.done, 0.0, timestep.reward)
-        return Evaluation(obs, env_state, returns, state.done | timestep.done, key)
+        obs, env_state, *outcome = env.step(step_keys, state.env_state, action)
+        reward, terminated, truncated, _ = outcome
+        done = state.done | terminated | truncated
+        return Evaluation(obs, env_state, state.returns + reward * ~state.done, done, key)
 
     def evaluate(policy, key):
         key, reset_key = jax.random.split(key)
@@ -598,27 +587,22 @@ def from_arrays(arrays: dict[str, np.ndarray], state: RunnerState) -> RunnerStat
 
 def plot_curve(run_dir: Path, config: Config) -> None:
     """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
-    rows = list(csv.DictReader((run_dir / "metrics.csv").read_text().splitlines()))
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
-    for column, style in (("episode/return", "-"), ("eval/return", "o--")):
-        measured = [row for row in rows if row[column]]
-        # The run in 100 parts: the mean of each part and seed, then mean and spread over the seeds.
-        part = [-(-int(row["update"]) * 100 // config.num_updates) for row in measured]
-        index = (np.array(part, int), np.array([row["seed"] for row in measured], int))
-        total, count = np.zeros((2, 101, config.num_seeds))
-        np.add.at(total, index, [float(row[column]) for row in measured])
-        np.add.at(count, index, 1)
-        seen = count.all(axis=1)
-        curve = total[seen] / count[seen]  # [parts, S]
-        steps = np.flatnonzero(seen) / 100 * config.num_updates * config.batch_size
-        mean, spread = curve.mean(axis=1), curve.std(axis=1)
-        axes.plot(steps, mean, style, label=column)
-        axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+    table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", skip_header=1)
+    table = table.reshape(-1, config.num_seeds, len(COLUMNS))  # [updates, S, columns], NaN if empty
+    axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
+    for name, style in (("episode/return", "-"), ("eval/return", "o--")):
+        measured = table[np.isfinite(table[:, :, COLUMNS.index(name)]).all(axis=1)]
+        parts = np.array_split(measured, min(100, max(1, len(measured))))
+        curves = np.array([part.mean(axis=0) for part in parts if len(part)])  # [parts, S, columns]
+        if len(curves):
+            steps, returns = curves[:, 0, 2], curves[:, :, COLUMNS.index(name)]
+            mean, spread = returns.mean(axis=1), returns.std(axis=1)
+            axes.plot(steps, mean, style, label=name)
+            axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
     axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(run_dir / "learning_curve.png", dpi=150)
+    axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
 
 
 def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
