@@ -1,0 +1,41 @@
+"""The scripts under test, and for each a configuration that compiles and trains in seconds."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPTS = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
+
+SMALL = {
+    "total_timesteps": 128,
+    "num_envs": 4,
+    "num_steps": 4,
+    "update_epochs": 2,
+    "num_minibatches": 2,
+    "hidden_size": 4,
+    "num_calls": 4,
+    "num_evals": 2,
+    "eval_episodes": 3,
+}
+TINY = {  # what differs from SMALL
+    "ppo_ff": {},
+    "ppo_continuous": {},
+    "ppo_obs_norm": {},
+    "ppo_rnn": {},
+}
+
+
+def load_script(name):
+    return importlib.import_module(name)
+
+
+def tiny(module, **changes):
+    return module.Config(**{**SMALL, **TINY[module.SCRIPT], **changes})
+
+
+@pytest.fixture(scope="module", params=SCRIPTS)
+def module(request):
+    """Each script in turn, imported."""
+    return load_script(request.param)

@@ -1,0 +1,80 @@
+"""What is installed is what the scripts import, at the same bounds wherever it is written down."""
+
+import ast
+import re
+import sys
+import tomllib
+
+import pytest
+from conftest import ROOT, SCRIPTS
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BOUNDS = {re.match(r"[\w-]+", line).group(): line for line in PROJECT["dependencies"]}
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def source(script):
+    return (ROOT / f"{script}.py").read_text()
+
+
+def metadata_block(text):
+    """The inline metadata of a script, as PEP 723 defines it."""
+    blocks = re.findall(r"(?m)^# /// script$\n((?:^#(?: .*)?$\n)+?)^# ///$", text)
+    assert len(blocks) == 1, "one `# /// script` block"
+    return tomllib.loads("".join(line[2:] + "\n" for line in blocks[0].splitlines()))
+
+
+def imported(text, everywhere=True):
+    """The packages a script imports; at the top of the file only, unless `everywhere`."""
+    tree = ast.parse(text)
+    names = set()
+    for node in ast.walk(tree) if everywhere else tree.body:
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module.split(".")[0])
+    return names - sys.stdlib_module_names
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_inline_metadata_is_what_the_script_imports_at_the_bounds_of_pyproject(script):
+    block = metadata_block(source(script))
+    assert block["requires-python"] == PROJECT["requires-python"]
+    assert block["dependencies"] == [
+        BOUNDS[name] for name in BOUNDS if name in imported(source(script), everywhere=False)
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_inline_metadata_follows_the_docstring(script):
+    text = source(script)
+    docstring_end = ast.parse(text).body[0].end_lineno
+    assert text.splitlines()[docstring_end : docstring_end + 2] == ["", "# /// script"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_a_script_imports_at_the_top_is_a_dependency_and_the_rest_an_extra(script):
+    at_the_top = imported(source(script), everywhere=False)
+    assert at_the_top <= set(BOUNDS)
+    assert imported(source(script)) - at_the_top <= set(EXTRAS)
+
+
+def test_every_dependency_is_imported_by_a_script():
+    assert set(BOUNDS) == set().union(*(imported(source(s), everywhere=False) for s in SCRIPTS))
+
+
+def test_every_script_is_installed():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert sorted(settings["py-modules"]) == SCRIPTS
+
+
+def test_every_dependency_has_both_bounds_and_a_reason():
+    text = (ROOT / "pyproject.toml").read_text()
+    for requirement in [*PROJECT["dependencies"], *sum(EXTRAS.values(), [])]:
+        assert re.search(r">=[\d.]+,<[\d.]+$", requirement), requirement
+        assert re.search(rf'^.*"{re.escape(requirement)}".* # .+$', text, re.M), requirement
+
+
+def test_extras_agree_with_each_other_and_with_the_dependencies():
+    assert set(EXTRAS["brax"]) <= set(EXTRAS["test"])
+    assert [line.replace("[cuda13]", "") for line in EXTRAS["cuda"]] == [BOUNDS["jax"]]
