@@ -77,15 +77,15 @@ class Config:
     num_envs: Int = 16  # parallel environments of each seed over all devices
     num_steps: Int = 128  # steps of every environment between two updates
     update_epochs: Int = 4  # passes over each rollout
-    num_minibatches: Int = 4  # gradient steps in each pass
+    num_minibatches: Int = 8  # gradient steps in each pass
     network: Literal["auto", "mlp", "cnn"] = "auto"  # auto: cnn for [H, W, C] observations
-    hidden_size: Int = 64  # width of the dense layers
-    lr: float = 2.5e-4  # learning rate of Adam
+    hidden_size: Int | None = None  # width of the dense layers; None: 64 for mlp, 128 for cnn
+    lr: float = 2e-3  # learning rate of Adam
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # trace decay of the advantages
     clip_eps: float = 0.2  # clip range of the probability ratio, and of the change in value
-    clip_value: bool = True  # clip the value loss as well as the policy loss
+    clip_value: bool = False  # clip the value loss as well as the policy loss
     ent_coef: float = 0.01  # weight of the entropy bonus
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are scaled down to this global norm
@@ -105,7 +105,7 @@ class Config:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value, smallest = getattr(self, field.name), int(field.name != "seed")
-            if field.type == Int and value < smallest:
+            if type(value) is int and value < smallest:
                 raise ConfigError(f"{field.name} = {value}: must be at least {smallest}")
         if self.total_timesteps < self.batch_size:
             raise ConfigError(
@@ -149,7 +149,8 @@ def resolve(config: Config) -> Config:
     check_divides("steps per device", per_device, "num_minibatches", config.num_minibatches)
     obs, _ = jax.eval_shape(make_env(config).reset, jax.random.split(jax.random.key(0), 1))
     network = {"auto": "cnn" if obs.ndim == 4 else "mlp"}.get(config.network, config.network)
-    return dataclasses.replace(config, network=network)
+    hidden_size = config.hidden_size or {"mlp": 64, "cnn": 128}[network]
+    return dataclasses.replace(config, network=network, hidden_size=hidden_size)
 
 
 # ------------------------------------------------------------------------------------- environment
@@ -157,7 +158,8 @@ class Environment(NamedTuple):
     """Functions of a batch of environments; `step` resets those whose episode ended."""
 
     reset: Callable  # keys [N] -> obs, env_state
-    step: Callable  # keys, env_state, action -> obs, env_state, reward, terminated, truncated, final_obs
+    step: Callable  # keys, env_state, action -> (obs, env_state, reward, terminated, truncated,
+    # final_obs): final_obs is the true next observation, obs that of a new episode where one ended
     num_actions: int
 
 
@@ -278,10 +280,10 @@ class Epochs(NamedTuple):
 
 # --------------------------------------------------------------------------------------- advantage
 def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with terminations and time limits.
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with ends and time limits.
 
-    All arrays are [T, ...]. `next_value` is the value of the true next observation: where an episode
-    ended, of its final one. `done` is terminated | truncated. Returns (advantage, target).
+    All arrays are [T, ...]. `next_value` is the value of the true next observation: where an
+    episode ended, of its final one. `done` is terminated | truncated. Returns (advantage, target).
     """
     # Only a termination stops the bootstrap; both ends cut the trace.
     delta = reward + gamma * (1.0 - terminated) * next_value - value
@@ -291,7 +293,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
         advantage = x[0] + x[1] * advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
     return advantage, advantage + value
 
 
@@ -339,8 +341,8 @@ def shuffle(key: jax.Array, size: int) -> jax.Array:
 def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable, Callable]:
     """Returns pmapped init(keys [D]) -> state and train(state) -> (state, metrics).
 
-    A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and consumes
-    its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN where an
+    A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and
+    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN where an
     update had nothing to measure. Raises ConfigError for a wrong input.
     """
     config = resolve(config)
@@ -380,12 +382,14 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
             "episode/length": jnp.sum(episode_length * transition.done),
             "episode/count": jnp.sum(transition.done, dtype=jnp.float32),
         }
-        state = state._replace(obs=obs, env_state=env_state, key=key)
-        state = state._replace(episode_return=episode_return * ~transition.done)
-        return state._replace(episode_length=episode_length * ~transition.done), (
-            transition,
-            finished,
+        state = state._replace(
+            obs=obs,
+            env_state=env_state,
+            episode_return=episode_return * ~transition.done,
+            episode_length=episode_length * ~transition.done,
+            key=key,
         )
+        return state, (transition, finished)
 
     def next_values(params, rollout, last_value):
         """The value of the true next observation of every step, [T, N].
@@ -396,11 +400,11 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
         cut = (rollout.truncated & ~rollout.terminated).reshape(-1)  # [T * N]
         rows = jnp.flatnonzero(cut, size=cut.size, fill_value=cut.size)  # the cut ones come first
-        final_obs = rollout.final_obs.reshape(cut.size, *rollout.final_obs.shape[2:])
 
         def look_up(i, next_value):
             block = jax.lax.dynamic_slice_in_dim(rows, i * num_envs, num_envs)  # [N]
-            _, value = network.apply(params, final_obs[block])
+            take = lambda x: x.reshape(cut.size, *x.shape[2:])[block]  # [N, ...]
+            _, value = network.apply(params, jax.tree.map(take, rollout.final_obs))
             return next_value.at[block].set(value, mode="drop")
 
         num_blocks = (cut.sum() + num_envs - 1) // num_envs
@@ -548,7 +552,7 @@ def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray]]:
 
 
 def save(path: Path, config: Config, arrays: dict[str, np.ndarray]) -> None:
-    """Write a checkpoint under another name first, so that a crash leaves the previous one whole."""
+    """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
     content = flax.serialization.msgpack_serialize({**identity(config), "arrays": arrays})
     path.with_suffix(".tmp").write_bytes(content)
     os.replace(path.with_suffix(".tmp"), path)
@@ -674,9 +678,10 @@ def main(config: Config) -> dict[str, Any]:
             for row, value in zip(rows[-seeds:], returns, strict=True):
                 row["eval/return"] = value
             arrays = {**to_arrays(state), "eval/return": returns[None]}
-            better = returns > best["eval/return"][0]  # the best policy of each seed
-            pick = lambda new, old: np.where(better.reshape(1, -1, *[1] * (new.ndim - 2)), new, old)
-            best = {name: pick(array, best.get(name, array)) for name, array in arrays.items()}
+            better = returns > best["eval/return"][0]  # [S], the best policy of each seed
+            for name, array in arrays.items():
+                best[name] = best.get(name, array).copy()
+                best[name][:, better] = array[:, better]
             save(run_dir / "best.msgpack", config, best)
         write_rows(run_dir, config, rows)
         if before < after or signals or time.perf_counter() - saved > 30:
@@ -719,8 +724,8 @@ def main(config: Config) -> dict[str, Any]:
         wandb.summary.update(summary)
         wandb.finish()
     print(
-        f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g} over"
-        f" {seeds} seed(s), {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
+        f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g}"
+        f" over {seeds} seed(s), {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
         f" compiled in {compile_seconds:.1f} s, written to {run_dir}"
     )
     return summary
