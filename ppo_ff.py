@@ -186,9 +186,7 @@ def make_env(config: Config) -> Environment:
     def step(key, env_state, action):
         obs, env_state, *outcome, info = env.step(key, env_state, action, params)
         reward, terminated, truncated = outcome
-        final_obs = encode(
-            info["final_observation"]
-        )  # the true next one, obs may be a new episode's
+        final_obs = encode(info["final_observation"])
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, final_obs
 
     return Environment(jax.vmap(reset), jax.vmap(step), action_space.n)
@@ -342,8 +340,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
     """Returns pmapped init(keys [D]) -> state and train(state) -> (state, metrics).
 
     A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and
-    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN where an
-    update had nothing to measure. Raises ConfigError for a wrong input.
+    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN
+    where an update had nothing to measure. Raises ConfigError for a wrong input.
     """
     config = resolve(config)
     env = make_env(config)
@@ -724,8 +722,8 @@ def main(config: Config) -> dict[str, Any]:
         wandb.summary.update(summary)
         wandb.finish()
     print(
-        f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g}"
-        f" over {seeds} seed(s), {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
+        f"evaluation return {returns.mean():.4g} ± {returns.std():.3g} over {seeds} seed(s),"
+        f" {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
         f" compiled in {compile_seconds:.1f} s, written to {run_dir}"
     )
     return summary

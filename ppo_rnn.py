@@ -304,7 +304,7 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Observation, hidden: jax.Array, reset: jax.Array):
-        """obs [T, B, ...], hidden [B, H], reset [T, B] -> policy [T, B], value [T, B], [T, B, H]."""
+        """obs [T, B, ...], hidden [B, H], reset [T, B] -> policy, value, hidden of all T steps."""
         config, dtype = self.config, jnp.bfloat16 if self.config.bf16 else jnp.float32
         grid = obs.grid.reshape(-1, *obs.grid.shape[2:])  # [T * B, V, V, 2]
         x = self.embed_pixels(grid, dtype) if config.img_obs else self.embed_symbols(grid, dtype)
@@ -464,8 +464,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
     """Returns pmapped init(keys [D]) -> state and train(state) -> (state, metrics).
 
     A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and
-    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN where an
-    update had nothing to measure. Raises ConfigError for a wrong input.
+    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN
+    where an update had nothing to measure. Raises ConfigError for a wrong input.
     """
     config = resolve(config)
     env = make_env(config)
@@ -863,8 +863,8 @@ def main(config: Config) -> dict[str, Any]:
         wandb.summary.update(summary)
         wandb.finish()
     print(
-        f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g}"
-        f" over {seeds} seed(s), {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
+        f"evaluation return {returns.mean():.4g} ± {returns.std():.3g} over {seeds} seed(s),"
+        f" {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
         f" compiled in {compile_seconds:.1f} s, written to {run_dir}"
     )
     return summary

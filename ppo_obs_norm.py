@@ -1,0 +1,882 @@
+"""PPO for continuous actions with running observation statistics, on gymnax and Brax.
+
+Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
+estimation (Schulman et al. 2015, arXiv 1506.02438). Rollouts, advantages, epochs and minibatches
+of all updates and all seeds compile to one XLA program.
+
+Deliberate differences from the papers and from most implementations:
+- a time limit is not a death: it bootstraps from the value of the true final observation and only
+  cuts the trace (Pardo et al. 2018, arXiv 1712.00378);
+- the learning rate falls by update, so that an early stop of the epochs does not slow its schedule;
+- actions are in units of the environment's bounds: 1 is the upper one, whatever its size. The raw
+  sample is stored and learned from; only what the environment receives is clipped or squashed;
+- the statistics of the observations are frozen during a rollout and its update, so that the first
+  ratio of an update is 1, and are those of all environments and devices together;
+- advantages are normalised with the mean and variance of the minibatch over all devices.
+
+Shapes: T steps, N environments and B minibatch per device, A actions, D devices, S seeds.
+
+    python ppo_obs_norm.py --env-id brax/reacher
+"""
+
+import csv
+import dataclasses
+import difflib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import distrax
+import flax
+import flax.linen as nn
+import gymnax
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import numpy as np
+import optax
+import tqdm
+import tyro
+import wandb
+
+SCRIPT = "ppo_obs_norm"
+LOSSES = ["loss/total", "loss/policy", "loss/value", "policy/entropy", "policy/approx_kl"]
+LOSSES += ["policy/clip_fraction", "optim/grad_norm"]
+COLUMNS = ["update", "seed", "env_steps", "episode/return", "episode/length", "episode/count"]
+COLUMNS += ["eval/return", *LOSSES, "value/explained_variance", "optim/lr", "time/sps"]
+
+
+# ------------------------------------------------------------------------------------------ config
+class ConfigError(ValueError):
+    """A wrong input. The message says what is wrong, what is allowed and what to change."""
+
+
+def parse_int(words: list[str]) -> int:
+    """`1000000`, `1_000_000` and `1e6` are the same integer."""
+    if not float(words[0]).is_integer():
+        raise ValueError(f"{words[0]} is not an integer")
+    return int(float(words[0]))
+
+
+Int = Annotated[
+    int,
+    tyro.constructors.PrimitiveConstructorSpec(
+        1, "INT", parse_int, lambda value: isinstance(value, int), lambda value: [f"{value:_}"]
+    ),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """PPO for continuous actions with running observation statistics, on gymnax and Brax."""
+
+    env_id: str = "Pendulum-v1"  # a gymnax environment with continuous actions, or brax/<name>
+    total_timesteps: Int = 500_000  # environment steps of each seed over all devices, rounded down
+    num_envs: Int = 16  # parallel environments of each seed over all devices
+    num_steps: Int = 128  # steps of every environment between two updates
+    update_epochs: Int = 4  # passes over each rollout
+    num_minibatches: Int = 16  # gradient steps in each pass
+    normalize_reward: bool = True  # divide rewards by the standard deviation of the returns
+    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clipped or squashed to the bounds
+    hidden_size: Int = 64  # width of the dense layers
+    lr: float = 1e-3  # learning rate of Adam
+    anneal_lr: bool = True  # let the learning rate fall linearly to zero
+    gamma: float = 0.97  # discount
+    gae_lambda: float = 0.95  # trace decay of the advantages
+    clip_eps: float = 0.2  # clip range of the probability ratio, and of the change in value
+    clip_value: bool = False  # clip the value loss as well as the policy loss
+    ent_coef: float = 0.0  # weight of the entropy bonus
+    vf_coef: float = 0.5  # weight of the value loss
+    max_grad_norm: float = 0.5  # gradients are scaled down to this global norm
+    target_kl: float | None = None  # skip the remaining epochs after one with a larger mean KL
+    seed: Int = 0  # of everything random
+    num_seeds: Int = 1  # agents trained side by side in the one program
+    num_calls: Int = 100  # calls of the compiled program; files and progress wait for the next one
+    num_evals: Int = 10  # evaluations at equal distances, the last one of the final policy
+    eval_episodes: Int = 128  # full episodes in each evaluation
+    eval_greedy: bool = False  # evaluate the most likely action instead of a sampled one
+    run_dir: str = ""  # folder to write; empty: runs/<script>__<env_id>__seed<seed>__<time>
+    resume: str = ""  # folder of an interrupted run to finish, with the options it had
+    track: bool = False  # send metrics and config to Weights & Biases
+    wandb_project: str = "ppo"  # where --track sends them
+    wandb_entity: str | None = None  # user or team that owns the project
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, smallest = getattr(self, field.name), int(field.name != "seed")
+            if type(value) is int and value < smallest:
+                raise ConfigError(f"{field.name} = {value}: must be at least {smallest}")
+        if self.total_timesteps < self.batch_size:
+            raise ConfigError(
+                f"total_timesteps = {self.total_timesteps} is less than one update, num_envs *"
+                f" num_steps = {self.batch_size}: raise it to that or lower num_envs or num_steps"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps of one update, over all devices."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def updates_per_call(self) -> int:
+        return max(1, self.total_timesteps // self.batch_size // self.num_calls)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole training, a multiple of `updates_per_call`."""
+        return (
+            self.total_timesteps // self.batch_size // self.updates_per_call * self.updates_per_call
+        )
+
+
+def check_divides(name: str, size: int, parts_name: str, parts: int) -> None:
+    """Raises ConfigError, with the nearest number that works, unless `parts` divides `size`."""
+    if size % parts:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - parts))
+        raise ConfigError(
+            f"{name} = {size} does not divide by {parts_name} = {parts}: the nearest {parts_name}"
+            f" that works is {nearest}, the nearest {name} is {max(1, round(size / parts)) * parts}"
+        )
+
+
+def resolve(config: Config) -> Config:
+    """Choose what is left to the environment and check the sizes. Raises ConfigError."""
+    devices = jax.local_device_count()
+    check_divides("num_envs", config.num_envs, "devices", devices)
+    per_device = config.batch_size // devices
+    check_divides("steps per device", per_device, "num_minibatches", config.num_minibatches)
+    make_env(config)
+    return config
+
+
+# ------------------------------------------------------------------------------------- environment
+class Environment(NamedTuple):
+    """Functions of a batch of environments; `step` resets those whose episode ended."""
+
+    reset: Callable  # keys [N] -> obs, env_state
+    step: Callable  # keys, env_state, action -> (obs, env_state, reward, terminated, truncated,
+    # final_obs): final_obs is the true next observation, obs that of a new episode where one ended
+    low: np.ndarray  # [A] bounds of the actions
+    high: np.ndarray  # [A]
+
+
+def make_env(config: Config) -> Environment:
+    """The one place to edit to bring your own environment. Raises ConfigError for a wrong one."""
+    if config.env_id.startswith("brax/"):
+        return make_brax_env(config.env_id)
+    if config.env_id not in gymnax.registered_envs:
+        nearest = difflib.get_close_matches(config.env_id, gymnax.registered_envs, cutoff=0)
+        raise ConfigError(f"unknown env_id {config.env_id}: the nearest are {', '.join(nearest)}")
+    env, params = gymnax.make(config.env_id)
+    space = env.action_space(params)
+    if hasattr(space, "n"):
+        raise ConfigError(f"{config.env_id} has discrete actions: use ppo_ff.py")
+    low, high = np.broadcast_to(space.low, space.shape), np.broadcast_to(space.high, space.shape)
+
+    def reset(key):
+        return env.reset(key, params)
+
+    def step(key, env_state, action):
+        action = jnp.clip(action, low, high)
+        obs, env_state, *outcome, info = env.step(key, env_state, action, params)
+        reward, terminated, truncated = outcome
+        final_obs = info["final_observation"]
+        return obs, env_state, jnp.float32(reward), terminated, truncated, final_obs
+
+    return Environment(jax.vmap(reset), jax.vmap(step), low, high)
+
+
+def make_brax_env(env_id: str, time_limit: int = 1000) -> Environment:
+    """brax/<name>, with the customary time limit in steps. Raises ConfigError."""
+    try:
+        import brax.envs
+    except ImportError:
+        raise ConfigError(f"{env_id} needs Brax: pip install '.[brax]'") from None
+    names = [f"brax/{name}" for name in brax.envs._envs]
+    if env_id not in names:
+        nearest = difflib.get_close_matches(env_id, names, cutoff=0)
+        raise ConfigError(f"unknown env_id {env_id}: the nearest are {', '.join(nearest)}")
+    env = brax.envs.get_environment(env_id.removeprefix("brax/"))
+
+    def reset(key):
+        state = env.reset(key)
+        return state.obs, (state, jnp.int32(0))
+
+    def step(key, env_state, action):
+        state, time = env_state
+        state = env.step(state, jnp.clip(action, -1.0, 1.0))
+        terminated, truncated = state.done > 0, time + 1 >= time_limit
+        # Brax does not reset itself; its own wrapper would return to one and the same state.
+        fresh = (env.reset(key), jnp.int32(0))
+        choose = lambda new, old: jnp.where(terminated | truncated, new, old)
+        env_state = jax.tree.map(choose, fresh, (state, time + 1))
+        return env_state[0].obs, env_state, state.reward, terminated, truncated, state.obs
+
+    high = np.ones(env.action_size, np.float32)
+    return Environment(jax.vmap(reset), jax.vmap(step), -high, high)
+
+
+# ----------------------------------------------------------------------------------------- network
+def dense(features: int, scale: float) -> nn.Dense:
+    return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
+
+
+class ActionDistribution(NamedTuple):
+    """Diagonal Gaussian over raw actions. The environment receives `to_env(raw)`.
+
+    A raw action is in units of the bounds: -1 is the lower one, 1 the upper one. "gaussian" is
+    clipped by the environment; "tanh_gaussian" is squashed, and its densities are those of
+    `to_env(raw)` (Haarnoja et al. 2018, arXiv 1801.01290, appendix C).
+    """
+
+    mean: jax.Array  # [B, A]
+    log_std: jax.Array  # [A]
+    squash: bool
+    low: np.ndarray  # [A]
+    high: np.ndarray  # [A]
+
+    def to_env(self, raw: jax.Array) -> jax.Array:
+        unit = jnp.tanh(raw) if self.squash else raw
+        return (self.high + self.low) / 2 + (self.high - self.low) / 2 * unit
+
+    def log_slope(self, raw: jax.Array) -> jax.Array:
+        """log |d to_env / d raw|, in a form that does not underflow for large |raw|, [..., A]."""
+        return jnp.log((self.high - self.low) / 2) + 2 * (
+            jnp.log(2.0) - raw - nn.softplus(-2 * raw)
+        )
+
+    def sample_and_log_prob(self, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        raw = self.sample(seed)
+        return raw, self.log_prob(raw)
+
+    def sample(self, seed: jax.Array) -> jax.Array:
+        return self.gaussian().sample(seed=seed)
+
+    def gaussian(self) -> distrax.Distribution:
+        return distrax.Independent(distrax.Normal(self.mean, jnp.exp(self.log_std)), 1)
+
+    def log_prob(self, raw: jax.Array) -> jax.Array:
+        """raw [B, A] -> [B]."""
+        log_prob = self.gaussian().log_prob(raw)
+        return log_prob - self.log_slope(raw).sum(-1) if self.squash else log_prob
+
+    def entropy(self) -> jax.Array:
+        """[B], the squashed one by Gauss-Hermite quadrature of the mean log slope."""
+        entropy = self.gaussian().entropy()
+        if self.squash:
+            nodes, weights = np.polynomial.hermite_e.hermegauss(16)
+            raw = self.mean + jnp.exp(self.log_std) * nodes.reshape(-1, 1, 1)  # [16, B, A]
+            entropy += jnp.tensordot(weights / weights.sum(), self.log_slope(raw).sum(-1), 1)
+        return entropy
+
+    def mode(self) -> jax.Array:
+        return self.mean
+
+
+class Moments(NamedTuple):
+    """Mean and variance of all that was seen."""
+
+    mean: jax.Array
+    var: jax.Array
+    count: jax.Array  # [] float32: where it is too large to grow, the weight of a batch stays tiny
+
+
+def update_moments(moments: Moments, batch: jax.Array) -> Moments:
+    """Merge [B, ...] of every device (Chan et al. 1979, eq. 2.1). Runs under pmap.
+
+    In terms of means and variances instead of sums, so that float32 neither overflows nor cancels.
+    """
+    mean = jax.lax.pmean(batch.mean(axis=0), "devices")
+    var = jax.lax.pmean(((batch - mean) ** 2).mean(axis=0), "devices")
+    size = len(batch) * jax.lax.axis_size("devices")
+    weight = size / (moments.count + size)
+    delta = mean - moments.mean
+    return Moments(
+        mean=moments.mean + weight * delta,
+        var=moments.var + weight * (var - moments.var + (1 - weight) * delta**2),
+        count=moments.count + size,
+    )
+
+
+class ActorCritic(nn.Module):
+    """Actor and critic of normalised observations, with no other thing in common.
+
+    The statistics live beside the parameters, in the collection "obs_stats". No gradient flows into
+    them, so the optimizer leaves them alone; `update_step` replaces them after the last epoch.
+    """
+
+    low: np.ndarray
+    high: np.ndarray
+    config: Config
+
+    @nn.compact
+    def __call__(self, obs: jax.Array) -> tuple[ActionDistribution, jax.Array]:
+        """obs [B, ...] -> distribution of A actions [B, A], value [B]."""
+        zeros = jnp.zeros(obs.shape[1:])
+        initial = Moments(zeros, zeros + 1, jnp.float32(0))
+        moments = self.variable("obs_stats", "moments", lambda: initial).value
+        moments = jax.lax.stop_gradient(moments)
+        obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)
+        mean = dense(len(self.low), 0.01)(self.torso(obs))
+        log_std = self.param("log_std", nn.initializers.zeros, (len(self.low),))
+        value = dense(1, 1.0)(self.torso(obs)).squeeze(-1)
+        squash = self.config.policy == "tanh_gaussian"
+        return ActionDistribution(mean, log_std, squash, self.low, self.high), value
+
+    def torso(self, obs: jax.Array) -> jax.Array:
+        """obs [B, ...] -> features [B, hidden_size]."""
+        x, hidden_size = obs.astype(jnp.float32), self.config.hidden_size
+        x = nn.tanh(dense(hidden_size, 2**0.5)(x.reshape(len(x), -1)))
+        return nn.tanh(dense(hidden_size, 2**0.5)(x))
+
+
+# ----------------------------------------------------------------------------------------- rollout
+class Transition(NamedTuple):
+    """One step of every environment; a rollout is T of them."""
+
+    obs: jax.Array  # [N, ...]
+    action: jax.Array  # [N, A] raw
+    log_prob: jax.Array  # [N]
+    value: jax.Array  # [N]
+    reward: jax.Array  # [N]
+    terminated: jax.Array  # [N] the environment ended the episode: nothing follows
+    truncated: jax.Array  # [N] the time limit ended it: the value of final_obs follows
+    final_obs: jax.Array  # [N, ...] the true next observation, not the next episode's first
+
+    @property
+    def done(self) -> jax.Array:
+        return self.terminated | self.truncated
+
+
+class RunnerState(NamedTuple):
+    """All that one update hands to the next. Outside `train` each leaf has [D, S] in front."""
+
+    params: Any
+    opt_state: Any
+    env_state: Any
+    obs: jax.Array  # [N, ...]
+    episode_return: jax.Array  # [N] of the episodes under way
+    episode_length: jax.Array  # [N]
+    discounted_return: jax.Array  # [N] of the rewards of the episode so far
+    return_stats: Moments  # of discounted_return over all steps
+    update: jax.Array  # [] updates done
+    key: jax.Array  # []
+
+    @property
+    def policy(self) -> Any:
+        """What `evaluate` takes."""
+        return self.params
+
+
+class Epochs(NamedTuple):
+    """What one pass over a rollout hands to the next."""
+
+    state: RunnerState
+    samples: tuple  # (rollout, advantage, target), each [T * N, ...]
+    epoch: jax.Array  # [] passes done
+    metrics: dict[str, jax.Array]  # [] of the last pass
+
+
+# --------------------------------------------------------------------------------------- advantage
+def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with ends and time limits.
+
+    All arrays are [T, ...]. `next_value` is the value of the true next observation: where an
+    episode ended, of its final one. `done` is terminated | truncated. Returns (advantage, target).
+    """
+    # Only a termination stops the bootstrap; both ends cut the trace.
+    delta = reward + gamma * (1.0 - terminated) * next_value - value
+    decay = gamma * gae_lambda * (1.0 - done)
+
+    def step(advantage, x):
+        advantage = x[0] + x[1] * advantage
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
+    return advantage, advantage + value
+
+
+# -------------------------------------------------------------------------------------------- loss
+def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
+    """Clipped surrogate (arXiv 1707.06347, eq. 7), clipped value error and entropy bonus (eq. 9).
+
+    All arrays are [B, ...], the advantage normalised. Returns (loss, metrics), scalars.
+    """
+    policy, value = apply_fn(params, batch.obs)
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B]
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
+    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+
+    value_error = (value - target) ** 2  # [B]
+    if config.clip_value:
+        change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
+        value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
+    value_loss = 0.5 * value_error.mean()
+
+    entropy = policy.entropy().mean()
+    loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+    return loss, {
+        "loss/total": loss,
+        "loss/policy": policy_loss,
+        "loss/value": value_loss,
+        "policy/entropy": entropy,
+        "policy/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "policy/clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
+    }
+
+
+# ------------------------------------------------------------------------------------------- train
+def shuffle(key: jax.Array, size: int) -> jax.Array:
+    """A random permutation of range(size), ten times as fast on CPU as jax.random.permutation.
+
+    Sorts random numbers whose low bits are the index; equal high bits leave a few rows in order.
+    """
+    low_bits = jnp.uint32(2 ** (size - 1).bit_length() - 1)
+    numbers = jax.random.bits(key, (size,), jnp.uint32) & ~low_bits
+    return jnp.sort(numbers | jnp.arange(size, dtype=jnp.uint32)) & low_bits
+
+
+def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable, Callable]:
+    """Returns pmapped init(keys [D]) -> state and train(state) -> (state, metrics).
+
+    A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and
+    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN
+    where an update had nothing to measure. Raises ConfigError for a wrong input.
+    """
+    config = resolve(config)
+    env = make_env(config)
+    network = ActorCritic(env.low, env.high, config)
+    num_envs = config.num_envs // jax.local_device_count()  # N
+
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    optimizer = optax.chain(clip, optax.scale_by_adam(eps=1e-5))
+
+    def learning_rate(update):
+        fraction_left = 1.0 - update / config.num_updates if config.anneal_lr else 1.0
+        return jnp.float32(config.lr * fraction_left)
+
+    def init_seed(key):
+        params_key, reset_key, key = jax.random.split(key, 3)
+        obs, env_state = env.reset(jax.random.split(reset_key, num_envs))
+        params = network.init(params_key, obs)
+        # The environments of the devices differ, the networks must not.
+        params = jax.tree.map(lambda x: jax.lax.all_gather(x, "devices")[0], params)
+        zeros = jnp.zeros(num_envs)
+        return_stats = Moments(jnp.float32(0), jnp.float32(1), jnp.float32(0))
+        opt_state, update = optimizer.init(params), jnp.int32(0)
+        return RunnerState(
+            params, opt_state, env_state, obs, zeros, zeros, zeros, return_stats, update, key
+        )
+
+    def env_step(state, _):
+        key, action_key, step_key = jax.random.split(state.key, 3)
+        policy, value = network.apply(state.params, state.obs)
+        action, log_prob = policy.sample_and_log_prob(seed=action_key)
+        step_keys = jax.random.split(step_key, num_envs)
+        obs, env_state, *outcome = env.step(step_keys, state.env_state, policy.to_env(action))
+        transition = Transition(state.obs, action, log_prob, value, *outcome)
+        episode_return = state.episode_return + transition.reward
+        episode_length = state.episode_length + 1
+        finished = {
+            "episode/return": jnp.sum(episode_return * transition.done),
+            "episode/length": jnp.sum(episode_length * transition.done),
+            "episode/count": jnp.sum(transition.done, dtype=jnp.float32),
+        }
+        state = state._replace(
+            obs=obs,
+            env_state=env_state,
+            episode_return=episode_return * ~transition.done,
+            episode_length=episode_length * ~transition.done,
+            key=key,
+        )
+        return state, (transition, finished)
+
+    def scale_rewards(state, rollout):
+        """Divide rewards [T, N] by the standard deviation of the discounted returns up to now.
+
+        (Engstrom et al. 2020, arXiv 2005.12729, section 3.)
+        """
+
+        def step(discounted_return, x):
+            reward, done = x
+            discounted_return = config.gamma * discounted_return + reward
+            # The last reward of an episode counts before the sum starts again.
+            return discounted_return * ~done, discounted_return
+
+        rewards = (rollout.reward, rollout.done)
+        discounted_return, returns = jax.lax.scan(step, state.discounted_return, rewards)
+        return_stats = update_moments(state.return_stats, returns.reshape(-1))
+        state = state._replace(discounted_return=discounted_return, return_stats=return_stats)
+        return state, rollout.reward / jnp.sqrt(return_stats.var + 1e-8)
+
+    def next_values(params, rollout, last_value):
+        """The value of the true next observation of every step, [T, N].
+
+        That is the value of the next step, but not where a time limit cut the episode. Those few
+        final observations are gathered N at a time: no time limit, no second pass of the network.
+        """
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
+        cut = (rollout.truncated & ~rollout.terminated).reshape(-1)  # [T * N]
+        rows = jnp.flatnonzero(cut, size=cut.size, fill_value=cut.size)  # the cut ones come first
+
+        def look_up(i, next_value):
+            block = jax.lax.dynamic_slice_in_dim(rows, i * num_envs, num_envs)  # [N]
+            take = lambda x: x.reshape(cut.size, *x.shape[2:])[block]  # [N, ...]
+            _, value = network.apply(params, jax.tree.map(take, rollout.final_obs))
+            return next_value.at[block].set(value, mode="drop")
+
+        num_blocks = (cut.sum() + num_envs - 1) // num_envs
+        next_value = jax.lax.fori_loop(0, num_blocks, look_up, next_value.reshape(-1))
+        return next_value.reshape(rollout.value.shape)
+
+    def update_minibatch(state, minibatch):
+        batch, advantage, target = minibatch  # [B, ...]
+        # The minibatch is spread over the devices: its mean, variance and gradient are of all.
+        advantage -= jax.lax.pmean(advantage.mean(), "devices")
+        advantage /= jnp.sqrt(jax.lax.pmean((advantage**2).mean(), "devices")) + 1e-8
+        loss_grad = jax.grad(ppo_loss, has_aux=True)
+        grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
+        grads, metrics = jax.lax.pmean((grads, metrics), "devices")
+        updates, opt_state = optimizer.update(grads, state.opt_state)
+        lr = learning_rate(state.update)
+        params = jax.tree.map(lambda param, update: param - lr * update, state.params, updates)
+        metrics["optim/grad_norm"] = optax.global_norm(grads)
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+    def update_epoch(epochs):
+        key, shuffle_key = jax.random.split(epochs.state.key)
+        rows = shuffle(shuffle_key, num_envs * config.num_steps).reshape(config.num_minibatches, -1)
+        minibatches = jax.tree.map(lambda x: x[rows], epochs.samples)  # [num_minibatches, B, ...]
+        state, metrics = jax.lax.scan(update_minibatch, epochs.state._replace(key=key), minibatches)
+        metrics = jax.tree.map(jnp.mean, metrics)
+        return epochs._replace(state=state, epoch=epochs.epoch + 1, metrics=metrics)
+
+    def another_epoch(epochs):
+        more = epochs.epoch < config.update_epochs
+        if config.target_kl is not None:  # the mean over all devices, so that all stop together
+            more &= epochs.metrics["policy/approx_kl"] <= config.target_kl
+        return more
+
+    def update_step(state, _):
+        state, (rollout, finished) = jax.lax.scan(env_step, state, None, config.num_steps)
+        _, last_value = network.apply(state.params, state.obs)  # [N]
+        next_value = next_values(state.params, rollout, last_value)
+        reward, value, terminated = rollout.reward, rollout.value, rollout.terminated  # [T, N]
+        if config.normalize_reward:
+            state, reward = scale_rewards(state, rollout)
+        done = rollout.done
+        advantage, target = compute_gae(
+            reward, value, next_value, terminated, done, config.gamma, config.gae_lambda
+        )
+        # The loss does not need these: spare the shuffle.
+        rollout = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
+        samples = (rollout, advantage, target)
+        samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * N, ...]
+        epochs = Epochs(state, samples, jnp.int32(0), dict.fromkeys(LOSSES, jnp.float32(0)))
+        epochs = jax.lax.while_loop(another_epoch, update_epoch, epochs)
+
+        # Only now, after the last use of the rollout, may the statistics move.
+        obs = rollout.obs.reshape(-1, *rollout.obs.shape[2:])
+        moments = update_moments(state.params["obs_stats"]["moments"], obs)
+        params = {**epochs.state.params, "obs_stats": {"moments": moments}}
+        epochs = epochs._replace(state=epochs.state._replace(params=params))
+
+        finished = jax.lax.psum(jax.tree.map(jnp.sum, finished), "devices")
+        explained = 1 - jnp.var(target - value) / jnp.var(target)
+        metrics = {
+            # 0 / 0 = NaN where no episode ended
+            "episode/return": finished["episode/return"] / finished["episode/count"],
+            "episode/length": finished["episode/length"] / finished["episode/count"],
+            "episode/count": finished["episode/count"],
+            **epochs.metrics,
+            "value/explained_variance": jax.lax.pmean(explained, "devices"),  # mean over devices
+            "optim/lr": learning_rate(state.update),
+        }
+        return epochs.state._replace(update=state.update + 1), metrics
+
+    def init(key):
+        return jax.vmap(init_seed)(jax.random.split(key, config.num_seeds))
+
+    def train(state):
+        def update_seeds(state, _):
+            return jax.vmap(update_step, in_axes=(0, None))(state, None)
+
+        return jax.lax.scan(update_seeds, state, None, num_updates or config.num_updates)
+
+    return jax.pmap(init, axis_name="devices"), jax.pmap(
+        train, axis_name="devices", donate_argnums=0
+    )
+
+
+# ---------------------------------------------------------------------------------------- evaluate
+class Evaluation(NamedTuple):
+    """One episode in each environment under way."""
+
+    obs: jax.Array  # [episodes, ...]
+    env_state: Any
+    returns: jax.Array  # [episodes]
+    done: jax.Array  # [episodes]
+    key: jax.Array  # []
+
+
+def make_evaluate(config: Config) -> Callable:
+    """Returns evaluate(policy, key) -> returns [episodes], full episodes in fresh environments."""
+    config = resolve(config)
+    env = make_env(config)
+    network = ActorCritic(env.low, env.high, config)
+
+    def eval_step(policy, state):
+        key, action_key, step_key = jax.random.split(state.key, 3)
+        distribution, _ = network.apply(policy, state.obs)
+        action = distribution.mode() if config.eval_greedy else distribution.sample(seed=action_key)
+        step_keys = jax.random.split(step_key, config.eval_episodes)
+        obs, env_state, *outcome = env.step(step_keys, state.env_state, distribution.to_env(action))
+        reward, terminated, truncated, _ = outcome
+        done = state.done | terminated | truncated
+        return Evaluation(obs, env_state, state.returns + reward * ~state.done, done, key)
+
+    def evaluate(policy, key):
+        key, reset_key = jax.random.split(key)
+        obs, env_state = env.reset(jax.random.split(reset_key, config.eval_episodes))
+        returns = jnp.zeros(config.eval_episodes)
+        state = Evaluation(obs, env_state, returns, returns > 0, key)
+        unfinished = lambda state: ~state.done.all()
+        return jax.lax.while_loop(unfinished, lambda state: eval_step(policy, state), state).returns
+
+    return evaluate
+
+
+# -------------------------------------------------------------------------------------------- main
+def identity(config: Config) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that continues it."""
+    outside = ("run_dir", "resume", "track", "wandb_project", "wandb_entity")
+    options = {k: v for k, v in dataclasses.asdict(config).items() if k not in outside}
+    return {"script": SCRIPT, "num_devices": jax.local_device_count(), **options}
+
+
+def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray]]:
+    """Returns the run folder, new or with the checkpoint to continue. Raises ConfigError."""
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
+    if config.resume:
+        arrays = load(run_dir / "last.msgpack", config)
+        lines = (run_dir / "metrics.csv").read_text().splitlines()
+        kept = [line for line in lines[1:] if int(line.split(",")[0]) <= arrays[".update"].max()]
+        (run_dir / "metrics.csv").write_text("\n".join([lines[0], *kept, ""]))
+        return run_dir, arrays
+    if (run_dir / "config.json").exists():
+        raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
+    versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
+    about = {**identity(config), "device": jax.devices()[0].device_kind, "versions": versions}
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.json").write_text(json.dumps(about, indent=2))
+        (run_dir / "metrics.csv").write_text(",".join(COLUMNS) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
+    return run_dir, {}
+
+
+def save(path: Path, config: Config, arrays: dict[str, np.ndarray]) -> None:
+    """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
+    content = flax.serialization.msgpack_serialize({**identity(config), "arrays": arrays})
+    path.with_suffix(".tmp").write_bytes(content)
+    os.replace(path.with_suffix(".tmp"), path)
+
+
+def load(path: Path, config: Config) -> dict[str, np.ndarray]:
+    """The arrays that `save` wrote. Raises ConfigError if they are damaged or another run's."""
+    try:
+        saved = flax.serialization.msgpack_restore(path.read_bytes())
+        arrays = saved["arrays"]
+    except Exception as error:
+        raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
+    for name, value in identity(config).items():
+        if saved.get(name) != value:
+            raise ConfigError(f"{path} has {name} = {saved.get(name)}, this run has {value}")
+    return arrays
+
+
+def to_arrays(state: RunnerState) -> dict[str, np.ndarray]:
+    """Every leaf by its path, [D, S, ...], with random keys as the integers they hold."""
+    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    data = jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), state)
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(data)}
+
+
+def from_arrays(arrays: dict[str, np.ndarray], state: RunnerState) -> RunnerState:
+    """The inverse of `to_arrays`; `state` gives the structure, the dtypes and the devices."""
+
+    def restore(path, leaf):
+        array = arrays[jax.tree_util.keystr(path)]
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.device_put(jax.random.wrap_key_data(array) if is_key else array, leaf.sharding)
+
+    return jax.tree_util.tree_map_with_path(restore, state)
+
+
+def plot_curve(run_dir: Path, config: Config) -> None:
+    """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
+    table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", skip_header=1)
+    table = table.reshape(-1, config.num_seeds, len(COLUMNS))  # [updates, S, columns], NaN if empty
+    axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
+    for name, style in (("episode/return", "-"), ("eval/return", "o--")):
+        measured = table[np.isfinite(table[:, :, COLUMNS.index(name)]).all(axis=1)]
+        parts = np.array_split(measured, min(100, max(1, len(measured))))
+        curves = np.array([part.mean(axis=0) for part in parts if len(part)])  # [parts, S, columns]
+        if len(curves):
+            steps, returns = curves[:, 0, 2], curves[:, :, COLUMNS.index(name)]
+            mean, spread = returns.mean(axis=1), returns.std(axis=1)
+            axes.plot(steps, mean, style, label=name)
+            axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+    axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
+
+
+def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
+    """Append rows to metrics.csv, and send them to Weights & Biases as one series per seed."""
+    with open(run_dir / "metrics.csv", "a", newline="") as file:
+        csv.DictWriter(file, COLUMNS).writerows(rows)
+    for row in rows if config.track else ():
+        suffix = f"/seed{row['seed']}" if config.num_seeds > 1 else ""
+        wandb.log(
+            {name + suffix: x for name, x in row.items() if "/" in name}, step=row["env_steps"]
+        )
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Train, evaluate and write the run folder. Returns what summary.json holds.
+
+    Raises ConfigError for a wrong input and SystemExit after Ctrl-C or SIGTERM.
+    """
+    config = resolve(config)
+    run_dir, arrays = open_run(config)
+    start, saved, train_seconds = time.perf_counter(), 0.0, 0.0
+    seeds, per_call = config.num_seeds, config.updates_per_call
+    key = jax.random.key(config.seed)
+    init, train = make_train(config, per_call)
+    state = init(jax.random.split(key, jax.local_device_count()))
+    best = {"eval/return": np.full((1, seeds), -np.inf)}
+    if arrays:
+        state = from_arrays(arrays, state)
+        best = load(run_dir / "best.msgpack", config)
+    train = train.lower(state).compile()
+    evaluate = jax.jit(jax.vmap(make_evaluate(config)))
+
+    def evaluate_policy(update):
+        policy = jax.tree.map(lambda x: x.addressable_data(0)[0], state.policy)  # [S, ...]
+        keys = jax.random.split(jax.random.fold_in(key, update), seeds)
+        return np.asarray(evaluate(policy, keys)).mean(axis=1)  # [S]
+
+    evaluate_policy(0)
+    compile_seconds = time.perf_counter() - start
+    if config.track:
+        place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
+        wandb.init(**place, name=run_dir.name, config=identity(config))
+    signals = []  # Ctrl-C and SIGTERM wait for the end of the call
+    catch = lambda number, _: signals.append(number)
+    handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    first = int(state.update.addressable_data(0).ravel()[0])
+    bar = tqdm.tqdm(total=config.num_updates * config.batch_size, unit=" steps", unit_scale=True)
+    bar.update(first * config.batch_size)
+    for update in range(first + per_call, config.num_updates + 1, per_call):
+        call_start = time.perf_counter()
+        state, metrics = train(state)
+        metrics = {name: np.asarray(value)[0] for name, value in metrics.items()}  # [updates, S]
+        call_seconds = time.perf_counter() - call_start
+        train_seconds += call_seconds
+        rows = []
+        for i, seed in np.ndindex(per_call, seeds):
+            done = update - per_call + i + 1
+            row = {"update": done, "seed": seed, "env_steps": done * config.batch_size}
+            finite = {k: float(v[i, seed]) for k, v in metrics.items() if np.isfinite(v[i, seed])}
+            rows.append(row | finite)
+        for row in rows[-seeds:]:
+            row["time/sps"] = per_call * config.batch_size * seeds / call_seconds
+        before, after = (
+            u * config.num_evals // config.num_updates for u in (update - per_call, update)
+        )
+        if before < after:
+            returns = evaluate_policy(update)  # [S]
+            for row, value in zip(rows[-seeds:], returns, strict=True):
+                row["eval/return"] = value
+            arrays = {**to_arrays(state), "eval/return": returns[None]}
+            better = returns > best["eval/return"][0]  # [S], the best policy of each seed
+            for name, array in arrays.items():
+                best[name] = best.get(name, array).copy()
+                best[name][:, better] = array[:, better]
+            save(run_dir / "best.msgpack", config, best)
+        write_rows(run_dir, config, rows)
+        if before < after or signals or time.perf_counter() - saved > 30:
+            save(run_dir / "last.msgpack", config, to_arrays(state))
+            saved = time.perf_counter()
+        recent = np.mean([row.get("episode/return", np.nan) for row in rows[-seeds:]])
+        bar.set_postfix_str(
+            f"update {update}/{config.num_updates}, return {recent:.4g}", refresh=False
+        )
+        bar.update(per_call * config.batch_size)
+        if signals:
+            break
+    bar.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if signals:
+        print(f"interrupted: continue with  python {sys.argv[0]} --resume {run_dir}")
+        sys.exit(128 + signals[0])
+
+    steps = (config.num_updates - first) * config.batch_size * seeds
+    summary = {
+        "script": SCRIPT,
+        "env_id": config.env_id,
+        "env_steps": config.num_updates * config.batch_size,
+        "num_seeds": seeds,
+        "eval_return_mean": float(returns.mean()),
+        "eval_return_std": float(returns.std()),
+        "eval_return_per_seed": returns.tolist(),
+        "best_eval_return_mean": float(best["eval/return"].mean()),
+        "eval_episodes": config.eval_episodes,
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "steps_per_second": steps / train_seconds,
+        "device": jax.devices()[0].device_kind,
+        "num_devices": jax.local_device_count(),
+    }
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_curve(run_dir, config)
+    if config.track:
+        wandb.summary.update(summary)
+        wandb.finish()
+    print(
+        f"evaluation return {returns.mean():.4g} ± {returns.std():.3g} over {seeds} seed(s),"
+        f" {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
+        f" compiled in {compile_seconds:.1f} s, written to {run_dir}"
+    )
+    return summary
+
+
+def cli() -> None:
+    """Run from the command line. A wrong input ends with exit code 2 and no traceback."""
+    try:
+        config = tyro.cli(Config)
+        if config.resume and (about := Path(config.resume, "config.json")).exists():
+            saved = json.loads(about.read_text())  # so that --resume alone is enough
+            saved = {k: v for k, v in saved.items() if k in Config.__dataclass_fields__}
+            config = tyro.cli(Config, default=Config(**saved))
+        main(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__": cli()  # fmt: skip
