@@ -32,6 +32,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+# XLA on CPU can wait for itself for ever when loops run side by side, as those of many seeds do.
+os.environ["XLA_FLAGS"] = " ".join(
+    ["--xla_cpu_enable_concurrency_optimized_scheduler=false", os.environ.get("XLA_FLAGS", "")]
+)
+
 import distrax
 import flax
 import flax.linen as nn
@@ -611,9 +616,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
 
         return jax.lax.scan(update_seeds, state, None, num_updates or config.num_updates)
 
-    return jax.pmap(init, axis_name="devices"), jax.pmap(
-        train, axis_name="devices", donate_argnums=0
-    )
+    train = jax.pmap(train, axis_name="devices", donate_argnums=0)
+    return jax.pmap(init, axis_name="devices"), train
 
 
 # ---------------------------------------------------------------------------------------- evaluate
