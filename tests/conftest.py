@@ -15,6 +15,7 @@ SMALL = {
     "update_epochs": 2,
     "num_minibatches": 2,
     "hidden_size": 4,
+    "lr": 2.5e-4,
     "num_calls": 4,
     "num_evals": 2,
     "eval_episodes": 3,
@@ -23,7 +24,12 @@ TINY = {  # what differs from SMALL
     "ppo_ff": {},
     "ppo_continuous": {},
     "ppo_obs_norm": {},
-    "ppo_rnn": {},
+    "ppo_rnn": {
+        "env_id": "MiniGrid-Empty-5x5",
+        "embedding_size": 2,
+        "conv_size": 2,
+        "head_size": 4,
+    },
 }
 
 
