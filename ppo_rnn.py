@@ -89,8 +89,8 @@ class Config:
     num_steps: Int = 16  # steps of every environment between two updates
     update_epochs: Int = 1  # passes over each rollout
     num_minibatches: Int = 16  # gradient steps in each pass
-    embedding_size: Int = 16  # of a tile and its colour
-    conv_size: Int = 16  # channels of the first of three 2 x 2 convolutions, then twice, four times
+    embedding_size: Int = 8  # of a tile and its colour
+    conv_size: Int = 8  # channels of the first of three 2 x 2 convolutions, then twice, four times
     hidden_size: Int = 64  # of the GRU
     head_size: Int = 64  # width of the hidden layer of the actor and of the critic
     bf16: bool = False  # compute the networks in bfloat16; parameters stay float32
