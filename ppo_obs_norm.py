@@ -44,6 +44,7 @@ import gymnax
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
+import matplotlib.ticker
 import numpy as np
 import optax
 import tqdm
@@ -672,16 +673,20 @@ def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray]]:
     run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
     if config.resume:
         arrays = load(run_dir / "last.msgpack", config)
+        if arrays[".update"].max() == config.num_updates:
+            raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
         lines = (run_dir / "metrics.csv").read_text().splitlines()
-        kept = [line for line in lines[1:] if int(line.split(",")[0]) <= arrays[".update"].max()]
+        whole = [line for line in lines[1:] if line.count(",") == len(COLUMNS) - 1]
+        kept = [line for line in whole if int(line.split(",")[0]) <= arrays[".update"].max()]
         (run_dir / "metrics.csv").write_text("\n".join([lines[0], *kept, ""]))
         return run_dir, arrays
-    if (run_dir / "config.json").exists():
+    if (run_dir / "last.msgpack").exists():
         raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
     versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
-    about = {**identity(config), "device": jax.devices()[0].device_kind, "versions": versions}
+    about = {**identity(config), **dataclasses.asdict(config), "versions": versions}
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
+        about["device"] = jax.devices()[0].device_kind
         (run_dir / "config.json").write_text(json.dumps(about, indent=2))
         (run_dir / "metrics.csv").write_text(",".join(COLUMNS) + "\n")
     except OSError as error:
@@ -742,6 +747,7 @@ def plot_curve(run_dir: Path, config: Config) -> None:
             axes.plot(steps, mean, style, label=name)
             axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
     axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.grid(alpha=0.3)
     axes.legend()
     axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
@@ -770,19 +776,17 @@ def main(config: Config) -> dict[str, Any]:
     key = jax.random.key(config.seed)
     init, train = make_train(config, per_call)
     state = init(jax.random.split(key, jax.local_device_count()))
+    state = from_arrays(arrays, state) if arrays else state
     best = {"eval/return": np.full((1, seeds), -np.inf)}
-    if arrays:
-        state = from_arrays(arrays, state)
+    if (run_dir / "best.msgpack").exists():
         best = load(run_dir / "best.msgpack", config)
-    train = train.lower(state).compile()
-    evaluate = jax.jit(jax.vmap(make_evaluate(config)))
 
-    def evaluate_policy(update):
+    def policy_and_keys(update):
         policy = jax.tree.map(lambda x: x.addressable_data(0)[0], state.policy)  # [S, ...]
-        keys = jax.random.split(jax.random.fold_in(key, update), seeds)
-        return np.asarray(evaluate(policy, keys)).mean(axis=1)  # [S]
+        return policy, jax.random.split(jax.random.fold_in(key, update), seeds)
 
-    evaluate_policy(0)
+    train = train.lower(state).compile()
+    evaluate = jax.jit(jax.vmap(make_evaluate(config))).lower(*policy_and_keys(0)).compile()
     compile_seconds = time.perf_counter() - start
     if config.track:
         place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
@@ -808,11 +812,10 @@ def main(config: Config) -> dict[str, Any]:
             rows.append(row | finite)
         for row in rows[-seeds:]:
             row["time/sps"] = per_call * config.batch_size * seeds / call_seconds
-        before, after = (
-            u * config.num_evals // config.num_updates for u in (update - per_call, update)
-        )
-        if before < after:
-            returns = evaluate_policy(update)  # [S]
+        evals_done = (update - per_call) * config.num_evals // config.num_updates
+        is_eval = update * config.num_evals // config.num_updates > evals_done
+        if is_eval:
+            returns = np.asarray(evaluate(*policy_and_keys(update))).mean(axis=1)  # [S]
             for row, value in zip(rows[-seeds:], returns, strict=True):
                 row["eval/return"] = value
             arrays = {**to_arrays(state), "eval/return": returns[None]}
@@ -822,7 +825,7 @@ def main(config: Config) -> dict[str, Any]:
                 best[name][:, better] = array[:, better]
             save(run_dir / "best.msgpack", config, best)
         write_rows(run_dir, config, rows)
-        if before < after or signals or time.perf_counter() - saved > 30:
+        if is_eval or signals or time.perf_counter() - saved > 30:
             save(run_dir / "last.msgpack", config, to_arrays(state))
             saved = time.perf_counter()
         recent = np.mean([row.get("episode/return", np.nan) for row in rows[-seeds:]])
@@ -836,7 +839,7 @@ def main(config: Config) -> dict[str, Any]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if signals:
-        print(f"interrupted: continue with  python {sys.argv[0]} --resume {run_dir}")
+        print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
         sys.exit(128 + signals[0])
 
     steps = (config.num_updates - first) * config.batch_size * seeds
@@ -881,6 +884,8 @@ def cli() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # while compiling: there is nothing to save
+        sys.exit(130)
 
 
 if __name__ == "__main__": cli()  # fmt: skip
