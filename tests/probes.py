@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import tiny
 from flax import struct
 from gymnax.environments import environment, spaces
 
@@ -110,7 +111,19 @@ class Cue(Probe):
         return self.match(action, kind) * (time == 3), time == 3
 
 
-for cls in (Tasks, Clock, Cue):
+class Target(Probe):
+    """One step; what is asked for is 2.5 in state 0 and 0 in state 1. For continuous actions."""
+
+    num_kinds = 2
+
+    def see(self, kind, time):
+        return kind
+
+    def outcome(self, kind, time, action):
+        return self.match(action, jnp.where(kind == 0, 2.5, 0.0)), True
+
+
+for cls in (Tasks, Clock, Cue, Target):
     gymnax.register(f"Probe{cls.__name__}-discrete", lambda cls=cls: cls(continuous=False))
     gymnax.register(f"Probe{cls.__name__}-continuous", lambda cls=cls: cls(continuous=True))
 
@@ -124,9 +137,13 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
-def env_id(module, name):
+def probe_config(module, name, **changes):
+    """A small configuration of the script for one of the environments above."""
     continuous = "low" in module.Environment._fields
-    return f"Probe{name}-{'continuous' if continuous else 'discrete'}"
+    env_id = f"Probe{name}-{'continuous' if continuous else 'discrete'}"
+    sizes = {"conv_size": 2, "embedding_size": 4, "head_size": 4}
+    sizes = {k: v for k, v in sizes.items() if k in module.Config.__dataclass_fields__}
+    return tiny(module, **{"env_id": env_id, **sizes, **changes})
 
 
 def make_recurrent_env(module):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import rlax
 from conftest import SCRIPTS, load_script, tiny
-from probes import env_id, probes_for, quick_compilation, start, to_numpy  # noqa: F401
+from probes import probe_config, probes_for, quick_compilation, start, to_numpy  # noqa: F401
 
 GAMMA, GAE_LAMBDA = 0.9, 0.8
 
@@ -243,7 +243,7 @@ def gradient_steps(module):
     with probes_for(module):
         for max_grad_norm, anneal_lr in ((1e-3, True), (1e6, False)):
             changes |= {"max_grad_norm": max_grad_norm, "anneal_lr": anneal_lr}
-            config = tiny(module, env_id=env_id(module, "Clock"), **changes)
+            config = probe_config(module, "Clock", **changes)
             state, train = start(module, config, 1)
             states, metrics = [to_numpy(state)], []
             for _ in range(2):
