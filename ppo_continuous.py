@@ -18,6 +18,15 @@ Shapes: T steps, N environments and B minibatch per device, A actions, D devices
     python ppo_continuous.py --env-id brax/reacher --policy tanh_gaussian
 """
 
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.10.2,<0.12", "flax>=0.12.8,<0.13", "optax>=0.2.8,<0.3", "distrax>=0.1.9,<0.2",
+#     "gymnax>=1.0.1,<1.1", "tyro>=1.0,<2", "wandb>=0.31,<1", "matplotlib>=3.10,<4",
+#     "numpy>=2.0,<3", "tqdm>=4.67.1,<5",
+# ]
+# ///
+
 import csv
 import dataclasses
 import difflib
@@ -54,11 +63,12 @@ SCRIPT = "ppo_continuous"
 LOSSES = ["loss/total", "loss/policy", "loss/value", "policy/entropy", "policy/approx_kl"]
 LOSSES += ["policy/clip_fraction", "optim/grad_norm"]
 COLUMNS = ["update", "seed", "env_steps", "episode/return", "episode/length", "episode/count"]
-COLUMNS += ["eval/return", *LOSSES, "value/explained_variance", "optim/lr", "time/sps"]
+COLUMNS += ["eval/return", *LOSSES[:-1], "value/explained_variance", LOSSES[-1], "optim/lr"]
+COLUMNS += ["time/sps"]
 
 
 # ------------------------------------------------------------------------------------------ config
-class ConfigError(ValueError):
+class ConfigError(Exception):
     """A wrong input. The message says what is wrong, what is allowed and what to change."""
 
 
@@ -82,7 +92,7 @@ class Config:
     """PPO for continuous actions with feed-forward networks, on gymnax and Brax environments."""
 
     env_id: str = "Pendulum-v1"  # a gymnax environment with continuous actions, or brax/<name>
-    total_timesteps: Int = 500_000  # environment steps of each seed over all devices, rounded down
+    total_timesteps: Int = 500_000  # steps of each seed over all devices, rounded down
     num_envs: Int = 16  # parallel environments of each seed over all devices
     num_steps: Int = 128  # steps of every environment between two updates
     update_epochs: Int = 4  # passes over each rollout
@@ -496,7 +506,7 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         updates, opt_state = optimizer.update(grads, state.opt_state)
         lr = learning_rate(state.update)
         params = jax.tree.map(lambda param, update: param - lr * update, state.params, updates)
-        metrics["optim/grad_norm"] = optax.global_norm(grads)
+        metrics["optim/grad_norm"] = optax.tree.norm(grads)
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epoch(epochs):
@@ -601,19 +611,21 @@ def identity(config: Config) -> dict[str, Any]:
     return {"script": SCRIPT, "num_devices": jax.local_device_count(), **options}
 
 
-def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray]]:
-    """Returns the run folder, new or with the checkpoint to continue. Raises ConfigError."""
+def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Returns the run folder and, to continue, the last and best arrays. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
     if config.resume:
         arrays = load(run_dir / "last.msgpack", config)
+        evaluated = (run_dir / "best.msgpack").exists()
+        best = load(run_dir / "best.msgpack", config) if evaluated else {}
         if arrays[".update"].max() == config.num_updates:
             raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
         lines = (run_dir / "metrics.csv").read_text().splitlines()
         whole = [line for line in lines[1:] if line.count(",") == len(COLUMNS) - 1]
         kept = [line for line in whole if int(line.split(",")[0]) <= arrays[".update"].max()]
         (run_dir / "metrics.csv").write_text("\n".join([lines[0], *kept, ""]))
-        return run_dir, arrays
+        return run_dir, arrays, best
     if (run_dir / "last.msgpack").exists():
         raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
     versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
@@ -625,7 +637,7 @@ def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray]]:
         (run_dir / "metrics.csv").write_text(",".join(COLUMNS) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
-    return run_dir, {}
+    return run_dir, {}, {}
 
 
 def save(path: Path, config: Config, arrays: dict[str, np.ndarray]) -> None:
@@ -690,7 +702,7 @@ def plot_curve(run_dir: Path, config: Config) -> None:
 def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
     """Append rows to metrics.csv, and send them to Weights & Biases as one series per seed."""
     with open(run_dir / "metrics.csv", "a", newline="") as file:
-        csv.DictWriter(file, COLUMNS).writerows(rows)
+        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
     for row in rows if config.track else ():
         suffix = f"/seed{row['seed']}" if config.num_seeds > 1 else ""
         wandb.log(
@@ -704,16 +716,14 @@ def main(config: Config) -> dict[str, Any]:
     Raises ConfigError for a wrong input and SystemExit after Ctrl-C or SIGTERM.
     """
     config = resolve(config)
-    run_dir, arrays = open_run(config)
+    run_dir, arrays, best = open_run(config)
     start, saved, train_seconds = time.perf_counter(), 0.0, 0.0
     seeds, per_call = config.num_seeds, config.updates_per_call
     key = jax.random.key(config.seed)
     init, train = make_train(config, per_call)
     state = init(jax.random.split(key, jax.local_device_count()))
     state = from_arrays(arrays, state) if arrays else state
-    best = {"eval/return": np.full((1, seeds), -np.inf)}
-    if (run_dir / "best.msgpack").exists():
-        best = load(run_dir / "best.msgpack", config)
+    best = best or {"eval/return": np.full((1, seeds), -np.inf)}
 
     def policy_and_keys(update):
         policy = jax.tree.map(lambda x: x.addressable_data(0)[0], state.policy)  # [S, ...]
@@ -772,7 +782,7 @@ def main(config: Config) -> dict[str, Any]:
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if signals:
+    if signals and update < config.num_updates:
         print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
         sys.exit(128 + signals[0])
 
@@ -810,8 +820,12 @@ def cli() -> None:
     """Run from the command line. A wrong input ends with exit code 2 and no traceback."""
     try:
         config = tyro.cli(Config)
-        if config.resume and (about := Path(config.resume, "config.json")).exists():
-            saved = json.loads(about.read_text())  # so that --resume alone is enough
+        if config.resume:  # is enough on its own: the folder knows the other options
+            about = Path(config.resume, "config.json")
+            try:
+                saved = json.loads(about.read_text())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{about} is missing or damaged: {error}") from None
             saved = {k: v for k, v in saved.items() if k in Config.__dataclass_fields__}
             config = tyro.cli(Config, default=Config(**saved))
         main(config)
