@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import load_script
+from conftest import SCRIPTS, load_script
 from probes import (  # noqa: F401
     Tasks,
     look,
@@ -15,6 +15,7 @@ from probes import (  # noqa: F401
 )
 
 GAMMA = 0.8
+CONTINUOUS = ("ppo_continuous", "ppo_obs_norm")
 
 
 def learn(module, name, **changes):
@@ -113,12 +114,11 @@ def test_memory_of_a_cue(memory):
 
 
 @pytest.mark.parametrize("policy", ["gaussian", "tanh_gaussian"])
-def test_action_reaches_the_environment_in_its_units(module, policy):
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name in CONTINUOUS])
+def test_action_reaches_the_environment_in_its_units(script, policy):
     """Bounds of -1 and 3, best actions 2.5 and 0."""
-    if "policy" not in module.Config.__dataclass_fields__:
-        pytest.skip("discrete actions")
-    with probes_for(module):
-        config, params, _ = learn(module, "Target", policy=policy)
-        action, value = look(module, config, params, [0, 1])[:2]
+    module = load_script(script)
+    config, params, _ = learn(module, "Target", policy=policy)
+    action, value = look(module, config, params, [0, 1])
     np.testing.assert_allclose(action, [2.5, 0.0], atol=0.15)
     assert (value > 0.8).all()

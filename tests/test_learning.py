@@ -1,0 +1,47 @@
+"""Short runs on real environments, with the evaluation that the command line reports."""
+
+import json
+
+import pytest
+from conftest import SCRIPTS, load_script
+
+SMALL_NETWORK = {"conv_size": 4, "embedding_size": 8, "head_size": 32, "hidden_size": 32}
+SHORT_RNN = {
+    "num_envs": 128,
+    "num_minibatches": 4,
+    "update_epochs": 2,
+    "num_seeds": 1,
+    **SMALL_NETWORK,
+}
+RUNS = {  # script, options, and the return that is enough: the best is 500, about -150 and 0.96
+    "CartPole": ("ppo_ff", {"total_timesteps": 100_000}, 400),
+    "Pendulum": ("ppo_continuous", {"total_timesteps": 400_000}, -400),
+    "Pendulum, squashed": (
+        "ppo_continuous",
+        {"total_timesteps": 300_000, "lr": 3e-3, "policy": "tanh_gaussian"},
+        -500,
+    ),
+    "Pendulum, normalised": (
+        "ppo_obs_norm",
+        {"total_timesteps": 150_000, "env_id": "Pendulum-v1"},
+        -400,
+    ),
+    "Empty": (
+        "ppo_rnn",
+        {"total_timesteps": 100_000, "env_id": "MiniGrid-Empty-6x6", **SHORT_RNN},
+        0.9,
+    ),
+}
+RUNS = {name: run for name, run in RUNS.items() if run[0] in SCRIPTS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_learns(name, tmp_path):
+    script, options, enough = RUNS[name]
+    module = load_script(script)
+    run_dir = str(tmp_path / "run")
+    options = {"num_seeds": 2, "num_evals": 1, "eval_episodes": 32, "run_dir": run_dir, **options}
+    config = module.Config(**options)
+    summary = module.main(config)
+    assert summary["eval_return_mean"] > enough, json.dumps(summary)
+    assert min(summary["eval_return_per_seed"]) > enough - 0.2 * abs(enough)
