@@ -38,9 +38,10 @@ def recorded(module):
     """Eight updates of one epoch of one minibatch each, and what went into `compute_gae`.
 
     The parameters stay as they are, so that the memory of an episode that began before an update
-    can be computed anew, but are larger than the initial ones: the policy is far from uniform.
+    can be computed anew, but are larger than the initial ones: the policy is far from uniform, and
+    depends on what it sees and remembers.
     """
-    records = []
+    records, rng = [], np.random.default_rng(0)
     compute_gae = module.compute_gae
     names = ("reward", "value", "next_value", "terminated", "done")
 
@@ -55,7 +56,8 @@ def recorded(module):
             module, "Clock", num_envs=8, update_epochs=1, num_minibatches=1, lr=1e-12
         )
         state, train = start(module, config, 1)
-        state.params["params"] = jax.tree.map(lambda x: 3 * x, state.params["params"])
+        noise = lambda x: x + jnp.array(rng.normal(scale=0.5, size=x.shape), x.dtype)
+        state.params["params"] = jax.tree.map(noise, state.params["params"])
         policies, metrics = [], []
         for _ in range(8):
             policies.append(of_seed(to_numpy(state.policy), 0))
