@@ -90,7 +90,7 @@ class Config:
     """Recurrent PPO with a GRU, on XLand-MiniGrid environments."""
 
     env_id: str = "MiniGrid-Empty-6x6"  # an xminigrid environment
-    benchmark_id: str = ""  # XLand benchmark whose rulesets are the tasks, such as trivial-1m
+    benchmark_id: str = ""  # XLand benchmark whose rulesets are the tasks, such as small-1m
     ruleset_id: Int | None = None  # the one task; None: another at every reset, for meta-RL
     img_obs: bool = False  # see pixels instead of symbols
     total_timesteps: Int = 3_000_000  # steps of each seed over all devices, rounded down
@@ -322,7 +322,7 @@ class ActorCritic(nn.Module):
         config, dtype = self.config, jnp.bfloat16 if self.config.bf16 else jnp.float32
         grid = obs.grid.reshape(-1, *obs.grid.shape[2:])  # [T * B, V, V, 2]
         x = self.embed_pixels(grid, dtype) if config.img_obs else self.embed_symbols(grid, dtype)
-        for factor in (1, 2, 4):
+        for factor in (1, 2, 4)[: x.shape[1] - 1]:  # a view of 3 x 3 has room for two only
             x = nn.relu(dense(factor * config.conv_size, 2**0.5, dtype)(patches(x, 2)))
         direction = jax.nn.one_hot(obs.direction, 4, dtype=dtype)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions, dtype=dtype)
@@ -354,7 +354,8 @@ class ActorCritic(nn.Module):
 
         The rollout keeps the symbols, from which the pixels follow: a 1500th of the memory.
         """
-        from xminigrid.experimental.img_obs import _render_obs  # builds a cache on its first import
+        with jax.ensure_compile_time_eval():  # its first import computes and stores the tiles
+            from xminigrid.experimental.img_obs import _render_obs
 
         x = jax.vmap(_render_obs)(grid).astype(dtype) / 255  # [B, 32 V, 32 V, 3]
         for features, stride in ((16, 8), (self.config.embedding_size, 4)):

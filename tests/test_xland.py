@@ -1,0 +1,136 @@
+"""ppo_rnn on XLand tasks from a tiny benchmark file, in pixels, and in bfloat16."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xminigrid
+from conftest import tiny
+from xminigrid.benchmarks import save_bz2_pickle
+from xminigrid.core.constants import TILES_REGISTRY, Colors, Tiles
+from xminigrid.core.goals import AgentNearGoal
+from xminigrid.core.rules import EmptyRule
+
+import ppo_rnn
+
+COLORS = [Colors.RED, Colors.GREEN, Colors.BLUE]
+
+
+@pytest.fixture
+def benchmark(tmp_path, monkeypatch):
+    """Three tasks: stand next to the ball of one colour; a ball of each colour lies about."""
+    balls = [TILES_REGISTRY[Tiles.BALL, color] for color in COLORS]
+    rulesets = {
+        "goals": jnp.stack([AgentNearGoal(tile=ball).encode() for ball in balls]),
+        "rules": jnp.stack([EmptyRule().encode()[None]] * 3),
+        "init_tiles": jnp.stack([jnp.stack(balls)] * 3),
+        "num_rules": jnp.zeros(3, jnp.int32),
+    }
+    save_bz2_pickle(rulesets, str(tmp_path / "trivial_21k"))
+    monkeypatch.setattr(xminigrid.benchmarks, "DATA_PATH", str(tmp_path))
+    return rulesets
+
+
+def xland(**options):
+    options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": "trivial-21k", **options}
+    return tiny(ppo_rnn, **options)
+
+
+def goals_seen(config, num_envs=64):
+    """The goals of fresh environments, and those after a step that ends every episode."""
+    env = ppo_rnn.make_env(config)
+    keys = jax.random.split(jax.random.key(0), num_envs)
+    _, timestep = env.reset(keys)
+    before = np.asarray(timestep.state.goal_encoding)
+    limit = xminigrid.make(config.env_id)[1].max_steps
+    state = timestep.state.replace(step_num=jnp.full(num_envs, limit - 1))
+    action = jnp.full(num_envs, 5)  # toggle: changes nothing here
+    keys = jax.random.split(jax.random.key(1), num_envs)
+    _, timestep, _, terminated, truncated, _ = env.step(keys, timestep.replace(state=state), action)
+    assert np.asarray(terminated | truncated).all()
+    return before, np.asarray(timestep.state.goal_encoding)
+
+
+@pytest.mark.parametrize("ruleset_id", [0, 2])
+def test_one_ruleset_is_the_one_task(benchmark, ruleset_id):
+    for goals in goals_seen(xland(ruleset_id=ruleset_id)):
+        assert (goals == np.asarray(benchmark["goals"][ruleset_id])).all()
+
+
+def test_without_a_ruleset_every_reset_samples_a_task(benchmark):
+    before, after = goals_seen(xland())
+    for goals in (before, after):
+        assert len(np.unique(goals, axis=0)) == 3
+    assert (before != after).any()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"ruleset_id": 3}, "choose a smaller one"),
+        ({"benchmark_id": "trivial"}, "trivial-21k"),
+        ({"benchmark_id": "", "ruleset_id": 0}, "--benchmark-id"),
+        ({"env_id": "MiniGrid-Empty-5x5"}, "XLand-MiniGrid"),
+    ],
+)
+def test_wrong_tasks_are_refused(benchmark, options, words):
+    with pytest.raises(ppo_rnn.ConfigError, match=words):
+        ppo_rnn.make_env(xland(**options))
+
+
+def test_a_failed_download_says_where_to_put_the_file(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError("no network")
+
+    monkeypatch.setattr(xminigrid.benchmarks, "DATA_PATH", str(tmp_path))
+    monkeypatch.setattr(xminigrid.benchmarks, "_download_from_hf", refuse)
+    with pytest.raises(ppo_rnn.ConfigError, match="XLAND_MINIGRID_DATA"):
+        ppo_rnn.make_env(xland())
+
+
+@pytest.mark.parametrize("options", [{"img_obs": True}, {"bf16": True}, {"reset_hidden": False}])
+def test_trains_on_a_benchmark(benchmark, options):
+    config = xland(**options)
+    init, train = ppo_rnn.make_train(config)
+    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    before = jax.tree.map(np.array, state.params)
+    state, metrics = train(state)
+    assert all(np.isfinite(metrics[name]).all() for name in ppo_rnn.LOSSES)
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(state.params), strict=True):
+        assert new.dtype == jnp.float32 and (np.asarray(new) != old).any()
+
+
+def test_pixels_are_those_of_the_wrapper():
+    """Rendering in the network shows what xminigrid's own pixel wrapper shows."""
+    from xminigrid.experimental.img_obs import RGBImgObservationWrapper, _render_obs
+
+    env, params = xminigrid.make("MiniGrid-DoorKey-5x5")
+    key = jax.random.key(0)
+    pixels = RGBImgObservationWrapper(env).reset(params, key).observation
+    assert (_render_obs(env.reset(params, key).observation) == pixels).all()
+
+
+def test_strided_convolutions_are_those_of_flax():
+    """The first layer on pixels, as patches, against nn.Conv with stride 8."""
+    import flax.linen as nn
+
+    config = xland(img_obs=True, embedding_size=4)
+    grid = jax.random.randint(jax.random.key(0), (2, 3, 3, 2), 0, 11).astype(jnp.uint8)
+
+    class Pixels(ppo_rnn.ActorCritic):
+        @nn.compact
+        def __call__(self, grid):
+            return self.embed_pixels(grid, jnp.float32)
+
+    output, variables = Pixels(6, config).init_with_output(jax.random.key(1), grid)
+    kernels = [variables["params"][f"Dense_{i}"] for i in (0, 1)]
+    from xminigrid.experimental.img_obs import _render_obs
+
+    x = jax.vmap(_render_obs)(grid) / 255
+    for kernel, stride, features in zip(kernels, (8, 4), (16, 4), strict=True):
+        conv = nn.Conv(features, (stride, stride), strides=stride, padding="VALID")
+        shape = (stride, stride, x.shape[-1], features)
+        x = nn.relu(
+            conv.apply({"params": {**kernel, "kernel": kernel["kernel"].reshape(shape)}}, x)
+        )
+    np.testing.assert_allclose(output, x, atol=1e-5)
