@@ -483,7 +483,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         return epochs.state._replace(update=state.update + 1), metrics
 
     def init(key):
-        return jax.vmap(init_seed)(jax.random.split(key, config.num_seeds))
+        # One seed after the other: XLA on CPU can hang in the QR of a stack of matrices.
+        return jax.lax.map(init_seed, jax.random.split(key, config.num_seeds))
 
     def train(state):
         def update_seeds(state, _):
@@ -666,7 +667,11 @@ def main(config: Config) -> dict[str, Any]:
         place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
         wandb.init(**place, name=run_dir.name, config=identity(config))
     signals = []  # Ctrl-C and SIGTERM wait for the end of the call
-    catch = lambda number, _: signals.append(number)
+
+    def catch(number, _):
+        signals.append(number)
+        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
+
     handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
 
     first = int(state.update.addressable_data(0).ravel()[0])

@@ -457,7 +457,6 @@ def is_program(x):
     return hasattr(x, "eqns") or hasattr(x, "jaxpr")
 
 
-@pytest.mark.xfail(strict=True, reason="the seeds are initialised under vmap")
 def test_no_decomposition_of_a_stack_of_matrices(module):
     """Orthogonal initialisation under vmap can hang for ever on two cores.
 
