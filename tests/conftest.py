@@ -1,8 +1,10 @@
 """The scripts under test, and for each a configuration that compiles and trains in seconds."""
 
+import gc
 import importlib
 from pathlib import Path
 
+import jax
 import pytest
 
 ROOT = Path(__file__).parent.parent
@@ -45,3 +47,11 @@ def tiny(module, **changes):
 def module(request):
     """Each script in turn, imported."""
     return load_script(request.param)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_compiled_programs():
+    """Every program keeps memory mapped; hundreds of them exhaust what the kernel grants."""
+    yield
+    jax.clear_caches()
+    gc.collect()
