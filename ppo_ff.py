@@ -306,7 +306,8 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     decay = gamma * gae_lambda * (1.0 - done)
 
     def step(advantage, x):
-        advantage = x[0] + x[1] * advantage
+        delta, decay = x
+        advantage = delta + decay * advantage
         return advantage, advantage
 
     _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
