@@ -1,9 +1,7 @@
 """PPO for continuous actions with running observation statistics, on gymnax and Brax.
 
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
-estimation (Schulman et al. 2015, arXiv 1506.02438). Rollouts, advantages, epochs and minibatches
-of all updates and all seeds compile to one XLA program.
-
+estimation (Schulman et al. 2015, arXiv 1506.02438). All updates of all seeds are one XLA program.
 Deliberate differences from the papers and from most implementations:
 - a time limit is not a death: it bootstraps from the value of the true final observation and only
   cuts the trace (Pardo et al. 2018, arXiv 1712.00378);
@@ -30,18 +28,18 @@ Shapes: T steps, N environments and B minibatch per device, A actions, D devices
 # ]
 # ///
 
-import csv
 import dataclasses
 import difflib
 import json
 import os
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 # XLA on CPU can wait for itself for ever when loops run side by side, as those of many seeds do.
 os.environ["XLA_FLAGS"] = " ".join(
@@ -55,19 +53,18 @@ import gymnax
 import jax
 import jax.numpy as jnp
 import matplotlib.figure
-import matplotlib.ticker
 import numpy as np
 import optax
 import tqdm
 import tyro
 import wandb
+from jax.experimental.multihost_utils import process_allgather
+from jax.extend.backend import clear_backends
 
 SCRIPT = "ppo_obs_norm"
-LOSSES = ["loss/total", "loss/policy", "loss/value", "policy/entropy", "policy/approx_kl"]
-LOSSES += ["policy/clip_fraction", "optim/grad_norm"]
-COLUMNS = ["update", "seed", "env_steps", "episode/return", "episode/length", "episode/count"]
-COLUMNS += ["eval/return", *LOSSES[:-1], "value/explained_variance", LOSSES[-1], "optim/lr"]
-COLUMNS += ["time/sps"]
+LOSSES = "loss/total loss/policy loss/value policy/entropy policy/approx_kl policy/clip_fraction"
+COLUMNS = "update seed env_steps episode/return episode/length episode/count eval/return"
+COLUMNS += f" {LOSSES} value/explained_variance optim/grad_norm optim/lr time/sps"
 
 
 # ------------------------------------------------------------------------------------------ config
@@ -75,34 +72,19 @@ class ConfigError(Exception):
     """A wrong input. The message says what is wrong, what is allowed and what to change."""
 
 
-def parse_int(words: list[str]) -> int:
-    """`1000000`, `1_000_000` and `1e6` are the same integer."""
-    if not float(words[0]).is_integer():
-        raise ValueError(f"{words[0]} is not an integer")
-    return int(float(words[0]))
-
-
-Int = Annotated[
-    int,
-    tyro.constructors.PrimitiveConstructorSpec(
-        1, "INT", parse_int, lambda value: isinstance(value, int), lambda value: [f"{value:_}"]
-    ),
-]
-
-
 @dataclasses.dataclass(frozen=True)
 class Config:
     """PPO for continuous actions with running observation statistics, on gymnax and Brax."""
 
     env_id: str = "Pendulum-v1"  # a gymnax environment with continuous actions, or brax/<name>
-    total_timesteps: Int = 500_000  # steps of each seed over all devices, rounded down
-    num_envs: Int = 16  # parallel environments of each seed over all devices
-    num_steps: Int = 128  # steps of every environment between two updates
-    update_epochs: Int = 4  # passes over each rollout
-    num_minibatches: Int = 16  # gradient steps in each pass
+    total_timesteps: int = 500_000  # steps of each seed over all devices, rounded down
+    num_envs: int = 16  # parallel environments of each seed over all devices
+    num_steps: int = 128  # steps of every environment between two updates
+    update_epochs: int = 4  # passes over each rollout
+    num_minibatches: int = 16  # gradient steps in each pass
     normalize_reward: bool = True  # divide rewards by the standard deviation of the returns
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clipped or squashed to the bounds
-    hidden_size: Int = 64  # width of the dense layers
+    hidden_size: int = 64  # width of the dense layers
     lr: float = 1e-3  # learning rate of Adam
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: float = 0.97  # discount
@@ -113,23 +95,28 @@ class Config:
     vf_coef: float = 0.5  # weight of the value loss
     max_grad_norm: float = 0.5  # gradients are scaled down to this global norm
     target_kl: float | None = None  # skip the remaining epochs after one with a larger mean KL
-    seed: Int = 0  # of everything random
-    num_seeds: Int = 1  # agents trained side by side in the one program
-    num_calls: Int = 100  # calls of the compiled program; files and progress wait for the next one
-    num_evals: Int = 10  # evaluations at equal distances, the last one of the final policy
-    eval_episodes: Int = 128  # full episodes in each evaluation
+    seed: int = 0  # of everything random
+    num_seeds: int = 1  # agents trained side by side in the one program
+    num_calls: int = 100  # calls of the compiled program; files and progress wait for the next one
+    checkpoint_every: int = 5  # calls between two checkpoints; evaluations write one too
+    num_evals: int = 10  # evaluations at equal distances, the last one of the final policy
+    eval_episodes: int = 128  # full episodes in each evaluation
     eval_greedy: bool = False  # evaluate the most likely action instead of a sampled one
     run_dir: str = ""  # folder to write; empty: runs/<script>__<env_id>__seed<seed>__<time>
     resume: str = ""  # folder of an interrupted run to finish, with the options it had
     track: bool = False  # send metrics and config to Weights & Biases
     wandb_project: str = "ppo"  # where --track sends them
     wandb_entity: str | None = None  # user or team that owns the project
+    distributed: bool = False  # one of several processes, found through SLURM, Kubernetes or TPU
+    coordinator: str | None = None  # host:port of process 0, where no cluster is found
+    num_processes: int | None = None  # how many there are
+    process_id: int | None = None  # which one this is, from 0
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, smallest = getattr(self, field.name), int(field.name != "seed")
+        for name, value in dataclasses.asdict(self).items():
+            smallest = int(name not in ("seed", "process_id", "ruleset_id"))
             if type(value) is int and value < smallest:
-                raise ConfigError(f"{field.name} = {value}: must be at least {smallest}")
+                raise ConfigError(f"{name} = {value}: must be at least {smallest}")
         if self.total_timesteps < self.batch_size:
             raise ConfigError(
                 f"total_timesteps = {self.total_timesteps} is less than one update, num_envs *"
@@ -148,13 +135,12 @@ class Config:
     @property
     def num_updates(self) -> int:
         """Updates of the whole training, a multiple of `updates_per_call`."""
-        return (
-            self.total_timesteps // self.batch_size // self.updates_per_call * self.updates_per_call
-        )
+        updates = self.total_timesteps // self.batch_size
+        return updates - updates % self.updates_per_call
 
 
 def check_divides(name: str, size: int, parts_name: str, parts: int) -> None:
-    """Raises ConfigError, with the nearest number that works, unless `parts` divides `size`."""
+    """Raises ConfigError, with the nearest numbers that work, unless `parts` divides `size`."""
     if size % parts:
         divisors = [n for n in range(1, size + 1) if size % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - parts))
@@ -166,27 +152,21 @@ def check_divides(name: str, size: int, parts_name: str, parts: int) -> None:
 
 def resolve(config: Config) -> Config:
     """Choose what is left to the environment and check the sizes. Raises ConfigError."""
-    devices = jax.local_device_count()
-    check_divides("num_envs", config.num_envs, "devices", devices)
-    per_device = config.batch_size // devices
+    check_divides("num_envs", config.num_envs, "devices", jax.device_count())
+    per_device = config.batch_size // jax.device_count()
     check_divides("steps per device", per_device, "num_minibatches", config.num_minibatches)
     make_env(config)
     return config
 
 
 # ------------------------------------------------------------------------------------- environment
-class Environment(NamedTuple):
-    """Functions of a batch of environments; `step` resets those whose episode ended."""
+def make_env(config: Config) -> tuple[Callable, Callable, tuple[np.ndarray, np.ndarray]]:
+    """The one place to edit to bring your own environment. Raises ConfigError for a wrong one.
 
-    reset: Callable  # keys [N] -> obs, env_state
-    step: Callable  # keys, env_state, action -> (obs, env_state, reward, terminated, truncated,
-    # final_obs): final_obs is the true next observation, obs that of a new episode where one ended
-    low: np.ndarray  # [A] bounds of the actions
-    high: np.ndarray  # [A]
-
-
-def make_env(config: Config) -> Environment:
-    """The one place to edit to bring your own environment. Raises ConfigError for a wrong one."""
+    Returns reset(keys [N]) -> (obs, env_state), step(keys, env_state, action) -> (obs, env_state,
+    reward, terminated, truncated, final_obs), all [N, ...], and the bounds of the actions [A]. A
+    step that ends an episode starts the next: obs is its first, final_obs the true next one.
+    """
     if config.env_id.startswith("brax/"):
         return make_brax_env(config.env_id)
     if config.env_id not in gymnax.registered_envs:
@@ -208,10 +188,10 @@ def make_env(config: Config) -> Environment:
         final_obs = info["final_observation"]
         return obs, env_state, jnp.float32(reward), terminated, truncated, final_obs
 
-    return Environment(jax.vmap(reset), jax.vmap(step), low, high)
+    return jax.vmap(reset), jax.vmap(step), (low, high)
 
 
-def make_brax_env(env_id: str, time_limit: int = 1000) -> Environment:
+def make_brax_env(env_id: str, time_limit: int = 1000) -> tuple:
     """brax/<name>, with the customary time limit in steps. Raises ConfigError."""
     try:
         import brax.envs
@@ -238,7 +218,7 @@ def make_brax_env(env_id: str, time_limit: int = 1000) -> Environment:
         return env_state[0].obs, env_state, state.reward, terminated, truncated, state.obs
 
     high = np.ones(env.action_size, np.float32)
-    return Environment(jax.vmap(reset), jax.vmap(step), -high, high)
+    return jax.vmap(reset), jax.vmap(step), (-high, high)
 
 
 # ----------------------------------------------------------------------------------------- network
@@ -330,8 +310,7 @@ class ActorCritic(nn.Module):
     them, so the optimizer leaves them alone; `update_step` replaces them after the last epoch.
     """
 
-    low: np.ndarray
-    high: np.ndarray
+    bounds: tuple[np.ndarray, np.ndarray]
     config: Config
 
     @nn.compact
@@ -342,11 +321,12 @@ class ActorCritic(nn.Module):
         moments = self.variable("obs_stats", "moments", lambda: initial).value
         moments = jax.lax.stop_gradient(moments)
         obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)
-        mean = dense(len(self.low), 0.01)(self.torso(obs))
-        log_std = self.param("log_std", nn.initializers.zeros, (len(self.low),))
+        low, high = self.bounds
+        mean = dense(len(low), 0.01)(self.torso(obs))
+        log_std = self.param("log_std", nn.initializers.zeros, low.shape)
         value = dense(1, 1.0)(self.torso(obs)).squeeze(-1)
         squash = self.config.policy == "tanh_gaussian"
-        return ActionDistribution(mean, log_std, squash, self.low, self.high), value
+        return ActionDistribution(mean, log_std, squash, low, high), value
 
     def torso(self, obs: jax.Array) -> jax.Array:
         """obs [B, ...] -> features [B, hidden_size]."""
@@ -385,21 +365,7 @@ class RunnerState(NamedTuple):
     discounted_return: jax.Array  # [N] of the rewards of the episode so far
     return_stats: Moments  # of discounted_return over all steps
     update: jax.Array  # [] updates done
-    key: jax.Array  # []
-
-    @property
-    def policy(self) -> Any:
-        """What `evaluate` takes."""
-        return self.params
-
-
-class Epochs(NamedTuple):
-    """What one pass over a rollout hands to the next."""
-
-    state: RunnerState
-    samples: tuple  # (rollout, advantage, target), each [T * N, ...]
-    epoch: jax.Array  # [] passes done
-    metrics: dict[str, jax.Array]  # [] of the last pass
+    key: jax.Array  # [2] the data of a random key, which a checkpoint can hold
 
 
 # --------------------------------------------------------------------------------------- advantage
@@ -442,14 +408,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
     entropy = policy.entropy().mean()
     loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
-    return loss, {
-        "loss/total": loss,
-        "loss/policy": policy_loss,
-        "loss/value": value_loss,
-        "policy/entropy": entropy,
-        "policy/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
-        "policy/clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
-    }
+    approx_kl = (ratio - 1 - log_ratio).mean()  # http://joschu.net/blog/kl-approx.html
+    clip_fraction = (jnp.abs(ratio - 1) > config.clip_eps).mean()
+    metrics = (loss, policy_loss, value_loss, entropy, approx_kl, clip_fraction)
+    return loss, dict(zip(LOSSES.split(), metrics, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- train
@@ -471,44 +433,33 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
     where an update had nothing to measure. Raises ConfigError for a wrong input.
     """
     config = resolve(config)
-    env = make_env(config)
-    network = ActorCritic(env.low, env.high, config)
-    num_envs = config.num_envs // jax.local_device_count()  # N
-
+    env_reset, env_step, bounds = make_env(config)
+    network = ActorCritic(bounds, config)
+    num_envs = config.num_envs // jax.device_count()  # N
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     optimizer = optax.chain(clip, optax.scale_by_adam(eps=1e-5))
 
     def learning_rate(update):
-        fraction_left = 1.0 - update / config.num_updates if config.anneal_lr else 1.0
-        return jnp.float32(config.lr * fraction_left)
+        return jnp.float32(config.lr * (1.0 - config.anneal_lr * update / config.num_updates))
 
     def init_seed(key):
         params_key, reset_key, key = jax.random.split(key, 3)
-        obs, env_state = env.reset(jax.random.split(reset_key, num_envs))
-        params = network.init(params_key, obs)
+        obs, env_state = env_reset(jax.random.split(reset_key, num_envs))
         # The environments of the devices differ, the networks must not.
-        params = jax.tree.map(lambda x: jax.lax.all_gather(x, "devices")[0], params)
-        zeros = jnp.zeros(num_envs)
-        return_stats = Moments(jnp.float32(0), jnp.float32(1), jnp.float32(0))
-        opt_state, update = optimizer.init(params), jnp.int32(0)
-        return RunnerState(
-            params, opt_state, env_state, obs, zeros, zeros, zeros, return_stats, update, key
-        )
+        params = network.init(jax.lax.all_gather(params_key, "devices")[0], obs)
+        opt_state, zeros, update = optimizer.init(params), jnp.zeros(num_envs), jnp.int32(0)
+        returns = (zeros, Moments(jnp.float32(0), jnp.float32(1), jnp.float32(0)))
+        return RunnerState(params, opt_state, env_state, obs, zeros, zeros, *returns, update, key)
 
-    def env_step(state, _):
+    def rollout_step(state, _):
         key, action_key, step_key = jax.random.split(state.key, 3)
         policy, value = network.apply(state.params, state.obs)
         action, log_prob = policy.sample_and_log_prob(seed=action_key)
         step_keys = jax.random.split(step_key, num_envs)
-        obs, env_state, *outcome = env.step(step_keys, state.env_state, policy.to_env(action))
+        obs, env_state, *outcome = env_step(step_keys, state.env_state, policy.to_env(action))
         transition = Transition(state.obs, action, log_prob, value, *outcome)
         episode_return = state.episode_return + transition.reward
         episode_length = state.episode_length + 1
-        finished = {
-            "episode/return": jnp.sum(episode_return * transition.done),
-            "episode/length": jnp.sum(episode_length * transition.done),
-            "episode/count": jnp.sum(transition.done, dtype=jnp.float32),
-        }
         state = state._replace(
             obs=obs,
             env_state=env_state,
@@ -516,7 +467,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
             episode_length=episode_length * ~transition.done,
             key=key,
         )
-        return state, (transition, finished)
+        ended = (episode_return, episode_length, jnp.ones(num_envs))
+        return state, (transition, [jnp.sum(x * transition.done) for x in ended])
 
     def scale_rewards(state, rollout):
         """Divide rewards [T, N] by the standard deviation of the discounted returns up to now.
@@ -534,7 +486,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         discounted_return, returns = jax.lax.scan(step, state.discounted_return, rewards)
         return_stats = update_moments(state.return_stats, returns.reshape(-1))
         state = state._replace(discounted_return=discounted_return, return_stats=return_stats)
-        return state, rollout.reward / jnp.sqrt(return_stats.var + 1e-8)
+        reward = rollout.reward / jnp.sqrt(return_stats.var + 1e-8)
+        return state, rollout._replace(reward=reward)
 
     def next_values(params, rollout, last_value):
         """The value of the true next observation of every step, [T, N].
@@ -564,71 +517,62 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         loss_grad = jax.grad(ppo_loss, has_aux=True)
         grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
         grads, metrics = jax.lax.pmean((grads, metrics), "devices")
+        metrics["optim/grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state)
         lr = learning_rate(state.update)
         params = jax.tree.map(lambda param, update: param - lr * update, state.params, updates)
-        metrics["optim/grad_norm"] = optax.tree.norm(grads)
         return state._replace(params=params, opt_state=opt_state), metrics
 
-    def update_epoch(epochs):
-        key, shuffle_key = jax.random.split(epochs.state.key)
-        rows = shuffle(shuffle_key, num_envs * config.num_steps).reshape(config.num_minibatches, -1)
-        minibatches = jax.tree.map(lambda x: x[rows], epochs.samples)  # [num_minibatches, B, ...]
-        state, metrics = jax.lax.scan(update_minibatch, epochs.state._replace(key=key), minibatches)
-        metrics = jax.tree.map(jnp.mean, metrics)
-        return epochs._replace(state=state, epoch=epochs.epoch + 1, metrics=metrics)
+    def another_epoch(carry):
+        _, epoch, metrics = carry
+        kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+        return (epoch < config.update_epochs) & (metrics["policy/approx_kl"] <= kl_limit)
 
-    def another_epoch(epochs):
-        more = epochs.epoch < config.update_epochs
-        if config.target_kl is not None:  # the mean over all devices, so that all stop together
-            more &= epochs.metrics["policy/approx_kl"] <= config.target_kl
-        return more
+    def update_epoch(carry, samples):
+        state, epoch, _ = carry
+        key, shuffle_key = jax.random.split(state.key)
+        rows = shuffle(shuffle_key, num_envs * config.num_steps).reshape(config.num_minibatches, -1)
+        minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+        state, metrics = jax.lax.scan(update_minibatch, state._replace(key=key), minibatches)
+        return state, epoch + 1, jax.tree.map(jnp.mean, metrics)
 
     def update_step(state, _):
-        state, (rollout, finished) = jax.lax.scan(env_step, state, None, config.num_steps)
+        state, (rollout, ended) = jax.lax.scan(rollout_step, state, None, config.num_steps)
         _, last_value = network.apply(state.params, state.obs)  # [N]
-        next_value = next_values(state.params, rollout, last_value)
-        reward, value, terminated = rollout.reward, rollout.value, rollout.terminated  # [T, N]
+        next_value = next_values(state.params, rollout, last_value)  # [T, N]
         if config.normalize_reward:
-            state, reward = scale_rewards(state, rollout)
-        done = rollout.done
-        advantage, target = compute_gae(
-            reward, value, next_value, terminated, done, config.gamma, config.gae_lambda
-        )
+            state, rollout = scale_rewards(state, rollout)
+        steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
+        advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
+        explained = 1 - jnp.var(target - rollout.value) / jnp.var(target)
         # The loss does not need these: spare the shuffle.
-        rollout = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
-        samples = (rollout, advantage, target)
+        batch = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
+        samples = (batch, advantage, target)
         samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * N, ...]
-        epochs = Epochs(state, samples, jnp.int32(0), dict.fromkeys(LOSSES, jnp.float32(0)))
-        epochs = jax.lax.while_loop(another_epoch, update_epoch, epochs)
 
+        metrics = dict.fromkeys([*LOSSES.split(), "optim/grad_norm"], jnp.float32(0))
+        run_epoch = lambda carry: update_epoch(carry, samples)
+        carry = jax.lax.while_loop(another_epoch, run_epoch, (state, 0, metrics))
+        state, _, metrics = carry
         # Only now, after the last use of the rollout, may the statistics move.
         obs = rollout.obs.reshape(-1, *rollout.obs.shape[2:])
         moments = update_moments(state.params["obs_stats"]["moments"], obs)
-        params = {**epochs.state.params, "obs_stats": {"moments": moments}}
-        epochs = epochs._replace(state=epochs.state._replace(params=params))
+        state = state._replace(params={**state.params, "obs_stats": {"moments": moments}})
 
-        finished = jax.lax.psum(jax.tree.map(jnp.sum, finished), "devices")
-        explained = 1 - jnp.var(target - value) / jnp.var(target)
-        metrics = {
-            # 0 / 0 = NaN where no episode ended
-            "episode/return": finished["episode/return"] / finished["episode/count"],
-            "episode/length": finished["episode/length"] / finished["episode/count"],
-            "episode/count": finished["episode/count"],
-            **epochs.metrics,
-            "value/explained_variance": jax.lax.pmean(explained, "devices"),  # mean over devices
-            "optim/lr": learning_rate(state.update),
-        }
-        return epochs.state._replace(update=state.update + 1), metrics
+        return_sum, length_sum, count = jax.lax.psum(jax.tree.map(jnp.sum, ended), "devices")
+        metrics["episode/return"] = return_sum / count  # 0 / 0 = NaN where no episode ended
+        metrics["episode/length"] = length_sum / count
+        metrics["episode/count"] = count
+        metrics["value/explained_variance"] = jax.lax.pmean(explained, "devices")
+        metrics["optim/lr"] = learning_rate(state.update)
+        return state._replace(update=state.update + 1), metrics
 
     def init(key):
         # One seed after the other: XLA on CPU can hang in the QR of a stack of matrices.
-        return jax.lax.map(init_seed, jax.random.split(key, config.num_seeds))
+        return jax.lax.map(init_seed, jax.random.split(jax.random.key_data(key), config.num_seeds))
 
     def train(state):
-        def update_seeds(state, _):
-            return jax.vmap(update_step, in_axes=(0, None))(state, None)
-
+        update_seeds = jax.vmap(update_step, in_axes=(0, None))
         return jax.lax.scan(update_seeds, state, None, num_updates or config.num_updates)
 
     train = jax.pmap(train, axis_name="devices", donate_argnums=0)
@@ -636,39 +580,35 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
 
 
 # ---------------------------------------------------------------------------------------- evaluate
-class Evaluation(NamedTuple):
-    """One episode in each environment under way."""
-
-    obs: jax.Array  # [episodes, ...]
-    env_state: Any
-    returns: jax.Array  # [episodes]
-    done: jax.Array  # [episodes]
-    key: jax.Array  # []
-
-
 def make_evaluate(config: Config) -> Callable:
-    """Returns evaluate(policy, key) -> returns [episodes], full episodes in fresh environments."""
+    """Returns evaluate(params, key) -> returns [episodes], full episodes in fresh environments."""
     config = resolve(config)
-    env = make_env(config)
-    network = ActorCritic(env.low, env.high, config)
+    env_reset, env_step, bounds = make_env(config)
+    network = ActorCritic(bounds, config)
 
-    def eval_step(policy, state):
+    def unfinished(carry):
+        _, done = carry
+        return ~done.all()
+
+    def eval_step(carry):
+        state, done = carry
         key, action_key, step_key = jax.random.split(state.key, 3)
-        distribution, _ = network.apply(policy, state.obs)
-        action = distribution.mode() if config.eval_greedy else distribution.sample(seed=action_key)
+        policy, _ = network.apply(state.params, state.obs)
+        action = policy.mode() if config.eval_greedy else policy.sample(seed=action_key)
         step_keys = jax.random.split(step_key, config.eval_episodes)
-        obs, env_state, *outcome = env.step(step_keys, state.env_state, distribution.to_env(action))
+        obs, env_state, *outcome = env_step(step_keys, state.env_state, policy.to_env(action))
         reward, terminated, truncated, _ = outcome
-        done = state.done | terminated | truncated
-        return Evaluation(obs, env_state, state.returns + reward * ~state.done, done, key)
+        episode_return = state.episode_return + reward * ~done
+        state = state._replace(obs=obs, env_state=env_state, episode_return=episode_return, key=key)
+        return state, done | terminated | truncated
 
-    def evaluate(policy, key):
-        key, reset_key = jax.random.split(key)
-        obs, env_state = env.reset(jax.random.split(reset_key, config.eval_episodes))
-        returns = jnp.zeros(config.eval_episodes)
-        state = Evaluation(obs, env_state, returns, returns > 0, key)
-        unfinished = lambda state: ~state.done.all()
-        return jax.lax.while_loop(unfinished, lambda state: eval_step(policy, state), state).returns
+    def evaluate(params, key):
+        key, reset_key = jax.random.split(jax.random.key_data(key))
+        obs, env_state = env_reset(jax.random.split(reset_key, config.eval_episodes))
+        zeros = jnp.zeros(config.eval_episodes)
+        state = RunnerState(params, None, env_state, obs, zeros, zeros, zeros, None, 0, key)
+        state, _ = jax.lax.while_loop(unfinished, eval_step, (state, zeros > 0))
+        return state.episode_return
 
     return evaluate
 
@@ -676,92 +616,99 @@ def make_evaluate(config: Config) -> Callable:
 # -------------------------------------------------------------------------------------------- main
 def identity(config: Config) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that continues it."""
-    outside = ("run_dir", "resume", "track", "wandb_project", "wandb_entity")
-    options = {k: v for k, v in dataclasses.asdict(config).items() if k not in outside}
-    return {"script": SCRIPT, "num_devices": jax.local_device_count(), **options}
+    outside = r"run_dir|resume|track|wandb_.*|distributed|coordinator|num_processes|process_id"
+    options = {k: v for k, v in vars(config).items() if not re.fullmatch(outside, k)}
+    return {"script": SCRIPT, "num_devices": jax.device_count(), **options}
 
 
-def open_run(config: Config) -> tuple[Path, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Returns the run folder and, to continue, the last and best arrays. Raises ConfigError."""
+def save(path: Path, config: Config, state: dict[str, Any]) -> None:
+    """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
+    content = flax.serialization.to_bytes({"config": identity(config), "state": state})
+    if jax.process_index() == 0:
+        path.with_suffix(".tmp").write_bytes(content)
+        os.replace(path.with_suffix(".tmp"), path)
+
+
+def load(path: Path, config: Config) -> dict[str, Any]:
+    """The state that `save` wrote. Raises ConfigError if it is damaged or another run's."""
+    try:
+        saved = flax.serialization.msgpack_restore(path.read_bytes())
+        owner, state = saved["config"], saved["state"]
+    except Exception as error:
+        raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
+    for name, value in identity(config).items():
+        if owner.get(name) != value:
+            raise ConfigError(f"{path} has {name} = {owner.get(name)}, this run has {value}")
+    return state
+
+
+def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Returns the run folder and, to continue, its last and best state. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
     if config.resume:
-        arrays = load(run_dir / "last.msgpack", config)
-        evaluated = (run_dir / "best.msgpack").exists()
-        best = load(run_dir / "best.msgpack", config) if evaluated else {}
-        if arrays[".update"].max() == config.num_updates:
+        last, best = load(run_dir / "last.msgpack", config), {}
+        if (run_dir / "best.msgpack").exists():
+            best = load(run_dir / "best.msgpack", config)
+        if last["update"].max() == config.num_updates:
             raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
+        if jax.process_index() > 0:
+            return run_dir, last, best
         lines = (run_dir / "metrics.csv").read_text().splitlines()
-        whole = [line for line in lines[1:] if line.count(",") == len(COLUMNS) - 1]
-        kept = [line for line in whole if int(line.split(",")[0]) <= arrays[".update"].max()]
+        whole = [line for line in lines[1:] if line.count(",") == COLUMNS.count(" ")]
+        kept = [line for line in whole if int(line.split(",")[0]) <= last["update"].max()]
         (run_dir / "metrics.csv").write_text("\n".join([lines[0], *kept, ""]))
-        return run_dir, arrays, best
+        return run_dir, last, best
     if (run_dir / "last.msgpack").exists():
         raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
-    versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
-    about = {**identity(config), **dataclasses.asdict(config), "versions": versions}
+    if jax.process_index() > 0:
+        return run_dir, {}, {}
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        about["device"] = jax.devices()[0].device_kind
+        versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
+        about = {"versions": versions, "device": jax.devices()[0].device_kind}
+        about = {**identity(config), **vars(config), **about}
         (run_dir / "config.json").write_text(json.dumps(about, indent=2))
-        (run_dir / "metrics.csv").write_text(",".join(COLUMNS) + "\n")
+        (run_dir / "metrics.csv").write_text(COLUMNS.replace(" ", ",") + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
     return run_dir, {}, {}
 
 
-def save(path: Path, config: Config, arrays: dict[str, np.ndarray]) -> None:
-    """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
-    content = flax.serialization.msgpack_serialize({**identity(config), "arrays": arrays})
-    path.with_suffix(".tmp").write_bytes(content)
-    os.replace(path.with_suffix(".tmp"), path)
+def best_of(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """For each seed the state with the higher evaluation return."""
+    better = new["eval_return"] > old["eval_return"]  # [D, S]
+    pick = lambda x, y: np.where(better.reshape(better.shape + (1,) * (x.ndim - 2)), x, y)
+    return jax.tree.map(pick, new, old)
 
 
-def load(path: Path, config: Config) -> dict[str, np.ndarray]:
-    """The arrays that `save` wrote. Raises ConfigError if they are damaged or another run's."""
-    try:
-        saved = flax.serialization.msgpack_restore(path.read_bytes())
-        arrays = saved["arrays"]
-    except Exception as error:
-        raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
-    for name, value in identity(config).items():
-        if saved.get(name) != value:
-            raise ConfigError(f"{path} has {name} = {saved.get(name)}, this run has {value}")
-    return arrays
-
-
-def to_arrays(state: RunnerState) -> dict[str, np.ndarray]:
-    """Every leaf by its path, [D, S, ...], with random keys as the integers they hold."""
-    is_key = lambda leaf: jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    data = jax.tree.map(lambda x: np.asarray(jax.random.key_data(x) if is_key(x) else x), state)
-    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(data)}
-
-
-def from_arrays(arrays: dict[str, np.ndarray], state: RunnerState) -> RunnerState:
-    """The inverse of `to_arrays`; `state` gives the structure, the dtypes and the devices."""
-
-    def restore(path, leaf):
-        array = arrays[jax.tree_util.keystr(path)]
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        return jax.device_put(jax.random.wrap_key_data(array) if is_key else array, leaf.sharding)
-
-    return jax.tree_util.tree_map_with_path(restore, state)
+def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
+    """Append rows to metrics.csv, and send them to Weights & Biases as one series per seed."""
+    if jax.process_index() > 0:
+        return
+    with open(run_dir / "metrics.csv", "a") as file:
+        for row in rows:
+            file.write(",".join(str(row.get(name, "")) for name in COLUMNS.split()) + "\n")
+    for row in rows if config.track else ():
+        suffix = f"/seed{row['seed']}" if config.num_seeds > 1 else ""
+        measured = {name + suffix: x for name, x in row.items() if "/" in name}
+        wandb.log(measured, step=row["env_steps"])
 
 
 def plot_curve(run_dir: Path, config: Config) -> None:
     """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
     table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", skip_header=1)
-    table = table.reshape(-1, config.num_seeds, len(COLUMNS))  # [updates, S, columns], NaN if empty
+    table = table.reshape(-1, config.num_seeds, len(COLUMNS.split()))  # NaN where empty
     axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
     for name, style in (("episode/return", "-"), ("eval/return", "o--")):
-        measured = table[np.isfinite(table[:, :, COLUMNS.index(name)]).all(axis=1)]
-        parts = np.array_split(measured, min(100, max(1, len(measured))))
-        curves = np.array([part.mean(axis=0) for part in parts if len(part)])  # [parts, S, columns]
-        if len(curves):
-            steps, returns = curves[:, 0, 2], curves[:, :, COLUMNS.index(name)]
-            mean, spread = returns.mean(axis=1), returns.std(axis=1)
-            axes.plot(steps, mean, style, label=name)
-            axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+        returns = table[:, :, COLUMNS.split().index(name)]  # [updates, S]
+        measured = np.flatnonzero(np.isfinite(returns).all(axis=1))
+        parts = [rows for rows in np.array_split(measured, 100) if len(rows)]
+        steps = np.array([table[rows, 0, 2].mean() for rows in parts])
+        curve = np.array([returns[rows].mean(axis=0) for rows in parts]).reshape(-1, table.shape[1])
+        mean, spread = curve.mean(axis=1), curve.std(axis=1)
+        axes.plot(steps, mean, style, label=name)
+        axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
     axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
     axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     axes.grid(alpha=0.3)
@@ -769,98 +716,103 @@ def plot_curve(run_dir: Path, config: Config) -> None:
     axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
 
 
-def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
-    """Append rows to metrics.csv, and send them to Weights & Biases as one series per seed."""
-    with open(run_dir / "metrics.csv", "a", newline="") as file:
-        csv.DictWriter(file, COLUMNS, lineterminator="\n").writerows(rows)
-    for row in rows if config.track else ():
-        suffix = f"/seed{row['seed']}" if config.num_seeds > 1 else ""
-        wandb.log(
-            {name + suffix: x for name, x in row.items() if "/" in name}, step=row["env_steps"]
-        )
-
-
 def main(config: Config) -> dict[str, Any]:
     """Train, evaluate and write the run folder. Returns what summary.json holds.
 
-    Raises ConfigError for a wrong input and SystemExit after Ctrl-C or SIGTERM.
+    Raises ConfigError for a wrong input; SystemExit after Ctrl-C or SIGTERM, or if a loss is NaN.
     """
+    if config.distributed:
+        clear_backends()  # which the import of the environments started, for this process alone
+        jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
     config = resolve(config)
-    run_dir, arrays, best = open_run(config)
-    start, saved, train_seconds = time.perf_counter(), 0.0, 0.0
-    seeds, per_call = config.num_seeds, config.updates_per_call
-    key = jax.random.key(config.seed)
+    run_dir, last, best = open_run(config)
+    seeds, devices, per_call = config.num_seeds, jax.device_count(), config.updates_per_call
+    start, train_seconds, key = time.perf_counter(), 0.0, jax.random.key(config.seed)
     init, train = make_train(config, per_call)
-    state = init(jax.random.split(key, jax.local_device_count()))
-    state = from_arrays(arrays, state) if arrays else state
-    best = best or {"eval/return": np.full((1, seeds), -np.inf)}
+    keys = jax.random.split(key, devices).reshape(jax.process_count(), -1)
+    state = init(keys[jax.process_index()])
+    if last:
+        place = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
+        state = jax.tree.map(place, flax.serialization.from_state_dict(state, last), state)
 
-    def policy_and_keys(update):
-        policy = jax.tree.map(lambda x: x.addressable_data(0)[0], state.policy)  # [S, ...]
-        return policy, jax.random.split(jax.random.fold_in(key, update), seeds)
+    def to_host(state):  # [D, S, ...] over all processes
+        return flax.serialization.to_state_dict(process_allgather(state, tiled=True))
 
-    train = train.lower(state).compile()
-    evaluate = jax.jit(jax.vmap(make_evaluate(config))).lower(*policy_and_keys(0)).compile()
+    def local(tree):  # [S, ...], equal on all devices
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
+
+    def eval_keys(number):
+        return jax.random.split(jax.random.fold_in(key, number), seeds)
+
+    if jax.process_count() == 1:  # of several, pmap can compile only when it is called
+        train = train.lower(state).compile()
+    evaluate = jax.jit(jax.vmap(make_evaluate(config)))
+    evaluate = evaluate.lower(local(state.params), eval_keys(0)).compile()
     compile_seconds = time.perf_counter() - start
-    if config.track:
+    if config.track and jax.process_index() == 0:
         place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
         wandb.init(**place, name=run_dir.name, config=identity(config))
-    signals = []  # Ctrl-C and SIGTERM wait for the end of the call
-
-    def catch(number, _):
-        signals.append(number)
-        signal.signal(number, signal.SIG_DFL)  # a second one ends at once
-
+    signals = []  # Ctrl-C and SIGTERM wait for the end of the call, a second one does not
+    catch = lambda number, _: signals.append(number) or signal.signal(number, handlers[number])
     handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
 
-    first = int(state.update.addressable_data(0).ravel()[0])
-    bar = tqdm.tqdm(total=config.num_updates * config.batch_size, unit=" steps", unit_scale=True)
-    bar.update(first * config.batch_size)
+    if not last:
+        last = to_host(state)
+        save(run_dir / "last.msgpack", config, last)
+    best = best or {**last, "eval_return": np.full((devices, seeds), -np.inf)}
+    first = int(last["update"].max())
+    sizes = {"total": config.num_updates * config.batch_size, "initial": first * config.batch_size}
+    bar = tqdm.tqdm(**sizes, unit=" steps", unit_scale=True, disable=jax.process_index() > 0)
     for update in range(first + per_call, config.num_updates + 1, per_call):
         call_start = time.perf_counter()
         state, metrics = train(state)
-        metrics = {name: np.asarray(value)[0] for name, value in metrics.items()}  # [updates, S]
+        metrics = local(metrics)  # [per_call, S]
         call_seconds = time.perf_counter() - call_start
         train_seconds += call_seconds
         rows = []
         for i, seed in np.ndindex(per_call, seeds):
-            done = update - per_call + i + 1
-            row = {"update": done, "seed": seed, "env_steps": done * config.batch_size}
-            finite = {k: float(v[i, seed]) for k, v in metrics.items() if np.isfinite(v[i, seed])}
+            number = update - per_call + i + 1
+            row = {"update": number, "seed": seed, "env_steps": number * config.batch_size}
+            finite = {k: float(x[i, seed]) for k, x in metrics.items() if np.isfinite(x[i, seed])}
             rows.append(row | finite)
         for row in rows[-seeds:]:
             row["time/sps"] = per_call * config.batch_size * seeds / call_seconds
-        evals_done = (update - per_call) * config.num_evals // config.num_updates
-        is_eval = update * config.num_evals // config.num_updates > evals_done
+        broken = [row["update"] for row in rows if "optim/grad_norm" not in row]
+        evals_by = lambda update: update * config.num_evals // config.num_updates
+        is_eval = evals_by(update) > evals_by(update - per_call) and not broken
         if is_eval:
-            returns = np.asarray(evaluate(*policy_and_keys(update))).mean(axis=1)  # [S]
-            for row, value in zip(rows[-seeds:], returns, strict=True):
+            returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
+            for row, value in zip(rows[-seeds:], returns.tolist(), strict=True):
                 row["eval/return"] = value
-            arrays = {**to_arrays(state), "eval/return": returns[None]}
-            better = returns > best["eval/return"][0]  # [S], the best policy of each seed
-            for name, array in arrays.items():
-                best[name] = best.get(name, array).copy()
-                best[name][:, better] = array[:, better]
-            save(run_dir / "best.msgpack", config, best)
         write_rows(run_dir, config, rows)
-        if is_eval or signals or time.perf_counter() - saved > 30:
-            save(run_dir / "last.msgpack", config, to_arrays(state))
-            saved = time.perf_counter()
+        stop = broken or process_allgather(np.array([len(signals)])).any()
+        if not broken and (is_eval or stop or update // per_call % config.checkpoint_every == 0):
+            last = to_host(state)
+            if is_eval:
+                best = best_of({**last, "eval_return": np.tile(returns, (devices, 1))}, best)
+                save(run_dir / "best.msgpack", config, best)
+            save(run_dir / "last.msgpack", config, last)
         recent = np.mean([row.get("episode/return", np.nan) for row in rows[-seeds:]])
-        bar.set_postfix_str(
-            f"update {update}/{config.num_updates}, return {recent:.4g}", refresh=False
-        )
+        progress = f"update {update}/{config.num_updates}, return {recent:.4g}"
+        bar.set_postfix_str(progress, refresh=False)
         bar.update(per_call * config.batch_size)
-        if signals:
+        if stop:
             break
     bar.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if signals and update < config.num_updates:
+    if broken:
+        sys.exit(
+            f"error: not finite in update {broken[0]}, {run_dir}/last.msgpack is from before it"
+        )
+    if update < config.num_updates:
         print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
-        sys.exit(128 + signals[0])
+        sys.exit(128 + max([0, *signals]))
 
-    steps = (config.num_updates - first) * config.batch_size * seeds
+    # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485): ten times as many new episodes.
+    params = flax.serialization.from_state_dict(state.params, best["params"])
+    params = jax.tree.map(lambda x: x[0], params)
+    absolute = [evaluate(params, eval_keys(update + n)) for n in range(1, 11)]
     summary = {
         "script": SCRIPT,
         "env_id": config.env_id,
@@ -869,18 +821,24 @@ def main(config: Config) -> dict[str, Any]:
         "eval_return_mean": float(returns.mean()),
         "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "best_eval_return_mean": float(best["eval/return"].mean()),
+        "best_eval_return_mean": float(best["eval_return"].mean()),
         "eval_episodes": config.eval_episodes,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "steps_per_second": steps / train_seconds,
+        "steps_per_second": (sizes["total"] - sizes["initial"]) * seeds / train_seconds,
         "device": jax.devices()[0].device_kind,
-        "num_devices": jax.local_device_count(),
+        "num_devices": devices,
+        "absolute_return_mean": float(np.mean(absolute)),
     }
+    if jax.process_index() > 0:
+        return summary
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     plot_curve(run_dir, config)
     if config.track:
         wandb.summary.update(summary)
+        for file in (globals().get("__file__"), str(run_dir / "learning_curve.png")):
+            if file:  # a notebook's cell has none
+                wandb.log_artifact(file, name=Path(file).stem, type="file")
         wandb.finish()
     print(
         f"evaluation return {returns.mean():.4g} ± {returns.std():.3g} over {seeds} seed(s),"
@@ -892,8 +850,11 @@ def main(config: Config) -> dict[str, Any]:
 
 def cli() -> None:
     """Run from the command line. A wrong input ends with exit code 2 and no traceback."""
+    # tyro takes 1_000_000 for an integer, but not 1e6.
+    is_int = lambda word: re.fullmatch(r"\d+(\.\d+)?e\d+", word) and float(word).is_integer()
+    words = [f"{float(word):.0f}" if is_int(word) else word for word in sys.argv[1:]]
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config, args=words)
         if config.resume:  # is enough on its own: the folder knows the other options
             about = Path(config.resume, "config.json")
             try:
@@ -901,11 +862,13 @@ def cli() -> None:
             except (OSError, ValueError) as error:
                 raise ConfigError(f"{about} is missing or damaged: {error}") from None
             saved = {k: v for k, v in saved.items() if k in Config.__dataclass_fields__}
-            config = tyro.cli(Config, default=Config(**saved))
+            config = tyro.cli(Config, default=Config(**saved), args=words)
         main(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        sys.exit(f"error: {error}; the last checkpoint is whole")
     except KeyboardInterrupt:  # while compiling: there is nothing to save
         sys.exit(130)
 

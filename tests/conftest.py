@@ -19,6 +19,7 @@ SMALL = {
     "hidden_size": 4,
     "lr": 2.5e-4,
     "num_calls": 4,
+    "checkpoint_every": 1,
     "num_evals": 2,
     "eval_episodes": 3,
 }

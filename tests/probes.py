@@ -17,6 +17,7 @@ from flax import struct
 from gymnax.environments import environment, spaces
 
 NUM_STATES, LOW, HIGH = 8, -1.0, 3.0
+CONTINUOUS = ("ppo_continuous", "ppo_obs_norm")
 
 
 @struct.dataclass
@@ -139,8 +140,7 @@ def quick_compilation():
 
 def probe_config(module, name, **changes):
     """A small configuration of the script for one of the environments above."""
-    continuous = "low" in module.Environment._fields
-    env_id = f"Probe{name}-{'continuous' if continuous else 'discrete'}"
+    env_id = f"Probe{name}-{'continuous' if module.SCRIPT in CONTINUOUS else 'discrete'}"
     sizes = {"conv_size": 2, "embedding_size": 4, "head_size": 4}
     sizes = {k: v for k, v in sizes.items() if k in module.Config.__dataclass_fields__}
     return tiny(module, **{"env_id": env_id, **sizes, **changes})
@@ -164,7 +164,7 @@ def make_recurrent_env(module):
             obs, env_state, *outcome, info = env.step(key, env_state, action, params)
             return observe(obs), env_state, *outcome, observe(info["final_observation"])
 
-        return module.Environment(jax.vmap(reset), jax.vmap(step), 2)
+        return jax.vmap(reset), jax.vmap(step), 2
 
     return make_env
 
@@ -190,16 +190,16 @@ def to_numpy(tree):
     return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_key(x) else x), tree)
 
 
-def look(module, config, policy, states):
+def look(module, config, params, states):
     """Modes of the action [T] and values [T] in an episode that goes through these states.
 
-    `policy` is that of one seed on one device.
+    `params` are those of one seed on one device.
     """
     config = module.resolve(config)
-    env = module.make_env(config)
+    _, _, actions = module.make_env(config)  # how many, or their bounds
+    network = module.ActorCritic(actions, config)
     obs = jax.nn.one_hot(jnp.array(states), NUM_STATES)
     if module.SCRIPT == "ppo_rnn":
-        network = module.ActorCritic(env.num_actions, config)
         count = len(states)
         grid = jnp.zeros((count, 1, 4, 4, 2), jnp.uint8)
         grid = grid.at[..., 0].set(jnp.array(states, jnp.uint8)[:, None, None, None])
@@ -208,12 +208,10 @@ def look(module, config, policy, states):
         )
         hidden = jnp.zeros((1, config.hidden_size))
         reset = jnp.full((count, 1), not config.memory)
-        distribution, value, _ = network.apply(policy, obs, hidden, reset)
+        distribution, value, _ = network.apply(params, obs, hidden, reset)
         return np.array(distribution.mode())[:, 0], np.array(value)[:, 0]
     if module.SCRIPT == "ppo_ff":
-        network = module.ActorCritic(env.num_actions, config)
-        distribution, value = network.apply(policy, obs)
+        distribution, value = network.apply(params, obs)
         return np.array(distribution.mode()), np.array(value)
-    network = module.ActorCritic(env.low, env.high, config)
-    distribution, value = network.apply(policy, obs)
+    distribution, value = network.apply(params, obs)
     return np.array(distribution.to_env(distribution.mode()))[:, 0], np.array(value)

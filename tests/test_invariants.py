@@ -60,7 +60,7 @@ def recorded(module):
         state.params["params"] = jax.tree.map(noise, state.params["params"])
         policies, metrics = [], []
         for _ in range(8):
-            policies.append(of_seed(to_numpy(state.policy), 0))
+            policies.append(of_seed(to_numpy(state.params), 0))
             state, measured = train(state)
             jax.effects_barrier()
             metrics.append({name: float(x[0, 0, 0]) for name, x in measured.items()})
@@ -336,16 +336,18 @@ def test_statistics_are_those_of_all_that_was_seen(monkeypatch):
 def random_steps(env, num_envs, num_steps, sample_action):
     """obs [N] before the first step, env_states and actions before, and outcomes of, all [T, N]."""
 
+    env_reset, env_step, _ = env
+
     def step(carry, key):
         obs, env_state = carry
         action_key, step_key = jax.random.split(key)
         action = sample_action(action_key)
-        next_obs, next_state, *outcome = env.step(
+        next_obs, next_state, *outcome = env_step(
             jax.random.split(step_key, num_envs), env_state, action
         )
         return (next_obs, next_state), (env_state, action, next_obs, *outcome)
 
-    first = jax.jit(env.reset)(jax.random.split(jax.random.key(0), num_envs))
+    first = jax.jit(env_reset)(jax.random.split(jax.random.key(0), num_envs))
     scan = jax.jit(lambda first, keys: jax.lax.scan(step, first, keys)[1])
     return first[0], scan(first, jax.random.split(jax.random.key(1), num_steps))
 
@@ -371,15 +373,16 @@ GYMNAX = [(s, *rest) for s, envs in GYMNAX.items() if s in SCRIPTS for rest in e
 @pytest.mark.parametrize(("script", "env_id", "num_steps"), GYMNAX)
 def test_gymnax_environment(script, env_id, num_steps):
     module, num_envs = load_script(script), 8
-    env = module.make_env(module.Config(env_id=env_id))
+    env = _, _, actions = module.make_env(module.Config(env_id=env_id))
     inner, params = gymnax.make(env_id)
     space = inner.action_space(params)
     continuous = script != "ppo_ff"
 
     def sample_action(key):
         if continuous:  # often outside of the bounds
-            return 3 * jax.random.normal(key, (num_envs, len(env.low))) * env.high
-        return jax.random.randint(key, (num_envs,), 0, env.num_actions)
+            low, high = actions
+            return 3 * jax.random.normal(key, (num_envs, len(low))) * high
+        return jax.random.randint(key, (num_envs,), 0, actions)
 
     def reference(key, env_state, action):
         """What the environment itself says, without any reset."""
@@ -416,7 +419,7 @@ def test_xminigrid_environment(monkeypatch, reset_hidden):
     params = params.replace(max_steps=limit)
     monkeypatch.setattr(module.xminigrid, "make", lambda *_: (inner, params))
     env = module.make_env(module.Config(reset_hidden=reset_hidden))
-    assert env.num_actions == 6
+    assert env[2] == 6
     probs = jnp.array([0.6, 0.2, 0.2, 0, 0, 0])
     sample_action = lambda key: jax.random.choice(key, 6, (num_envs,), p=probs)
     first_obs, (states, action, obs, reward, terminated, truncated, final_obs) = random_steps(

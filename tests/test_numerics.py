@@ -426,7 +426,7 @@ def test_statistics_do_not_overflow_or_stall_after_a_billion_samples(obs_norm):
 
 def test_network_reads_normalised_observations(obs_norm):
     config = tiny(obs_norm)
-    network = obs_norm.ActorCritic(np.float32([-1]), np.float32([1]), config)
+    network = obs_norm.ActorCritic((np.float32([-1]), np.float32([1])), config)
     obs = jax.random.normal(jax.random.key(0), (5, 3)) * 50 + 7
     params = network.init(jax.random.key(1), obs)
     moments = obs_norm.Moments(jnp.array([7.0, 0.0, 1.0]), jnp.array([4.0, 0.0, 1e4]), 1.0)

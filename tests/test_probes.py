@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from conftest import SCRIPTS, load_script
 from probes import (  # noqa: F401
+    CONTINUOUS,
     Tasks,
     look,
     probe_config,
@@ -15,7 +16,6 @@ from probes import (  # noqa: F401
 )
 
 GAMMA = 0.8
-CONTINUOUS = ("ppo_continuous", "ppo_obs_norm")
 
 
 def learn(module, name, **changes):
@@ -27,7 +27,7 @@ def learn(module, name, **changes):
     config = probe_config(module, name, **{**sizes, **options, **changes})
     state, train = start(module, config)
     state, metrics = train(state)
-    return config, jax.tree.map(lambda x: x[0, 0], to_numpy(state.policy)), metrics
+    return config, jax.tree.map(lambda x: x[0, 0], to_numpy(state.params)), metrics
 
 
 @pytest.fixture(scope="module")

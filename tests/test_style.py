@@ -14,7 +14,6 @@ ALL = ("ppo_ff", "ppo_continuous", "ppo_obs_norm", "ppo_rnn")
 FEED_FORWARD = ("ppo_ff", "ppo_continuous", "ppo_obs_norm")
 SHARED = {  # each of these is byte-identical in the scripts named
     "ConfigError": ALL,
-    "parse_int": ALL,
     "check_divides": ALL,
     "compute_gae": ALL,
     "shuffle": ALL,
@@ -24,8 +23,7 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "open_run": ALL,
     "save": ALL,
     "load": ALL,
-    "to_arrays": ALL,
-    "from_arrays": ALL,
+    "best_of": ALL,
     "plot_curve": ALL,
     "write_rows": ALL,
     "main": ALL,
