@@ -625,8 +625,12 @@ def save(path: Path, config: Config, state: dict[str, Any]) -> None:
     """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
     content = flax.serialization.to_bytes({"config": identity(config), "state": state})
     if jax.process_index() == 0:
-        path.with_suffix(".tmp").write_bytes(content)
-        os.replace(path.with_suffix(".tmp"), path)
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        finally:  # of a full disk
+            temporary.unlink(missing_ok=True)
 
 
 def load(path: Path, config: Config) -> dict[str, Any]:
@@ -751,7 +755,7 @@ def main(config: Config) -> dict[str, Any]:
     compile_seconds = time.perf_counter() - start
     if config.track and jax.process_index() == 0:
         place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-        wandb.init(**place, name=run_dir.name, config=identity(config))
+        wandb.init(**place, id=run_dir.name, resume="allow", config=identity(config))
     signals = []  # Ctrl-C and SIGTERM wait for the end of the call, a second one does not
     catch = lambda number, _: signals.append(number) or signal.signal(number, handlers[number])
     handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
@@ -802,9 +806,8 @@ def main(config: Config) -> dict[str, Any]:
     for number, handler in handlers.items():
         signal.signal(number, handler)
     if broken:
-        sys.exit(
-            f"error: not finite in update {broken[0]}, {run_dir}/last.msgpack is from before it"
-        )
+        name = f"{run_dir}/last.msgpack"
+        sys.exit(f"error: update {broken[0]} is not finite, {name} is from before it: lower --lr")
     if update < config.num_updates:
         print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
         sys.exit(128 + max([0, *signals]))
@@ -868,7 +871,7 @@ def cli() -> None:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except OSError as error:
-        sys.exit(f"error: {error}; the last checkpoint is whole")
+        sys.exit(f"error: {error}; what was saved before is whole")
     except KeyboardInterrupt:  # while compiling: there is nothing to save
         sys.exit(130)
 
