@@ -1,0 +1,240 @@
+"""Runs that are killed, diverge, find the disk full, or are spread over processes."""
+
+import json
+import os
+import random
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import ROOT, load_script, tiny
+from test_cli import checkpoint, flags, learned, read_rows, run
+
+FAST = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def handlers():
+    """A run that ends by an error leaves the process, which here goes on."""
+    yield
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def start_process(script, words, env=FAST):
+    command = [sys.executable, "-W", "ignore", str(ROOT / f"{script}.py"), *map(str, words)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def finish(process, timeout=240):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out.decode(), err.decode()
+
+
+def rows_written(run_dir):
+    path = run_dir / "metrics.csv"
+    return max(0, path.read_bytes().count(b"\n") - 1) if path.exists() else 0
+
+
+# ------------------------------------------------------------------------------------------ killed
+def test_a_killed_run_resumes_to_the_same_bits(module, tmp_path):
+    """SIGKILL at a random moment, then SIGINT at a random moment, against a run left in peace."""
+    chance = random.Random(module.SCRIPT)
+    sizes = {"total_timesteps": 4800, "num_calls": 300, "num_evals": 3}
+    config = tiny(module, **sizes)
+    twin, killed = tmp_path / "twin", tmp_path / "killed"
+    code, _, err = run(module, *flags(config), "--run-dir", twin)
+    assert code == 0, err
+
+    words, stopped_at = [*flags(config), "--run-dir", killed], []
+    for number in (signal.SIGKILL, signal.SIGINT):
+        process = start_process(module.SCRIPT, words)
+        goal = rows_written(killed) + chance.randrange(10, 60)
+        while rows_written(killed) < goal and process.poll() is None:
+            time.sleep(0.002)
+        time.sleep(chance.random() * 0.02)
+        process.send_signal(number)
+        code, out, err = finish(process)
+        assert code == {signal.SIGKILL: -9, signal.SIGINT: 130}[number], err
+        stopped_at.append(rows_written(killed))
+        assert checkpoint(killed / "last.msgpack")  # whole
+        words = ["--resume", killed]
+    assert f"--resume {killed}" in out and 0 < stopped_at[0] < stopped_at[1] < config.num_updates
+
+    code, _, err = run(module, *words)
+    assert code == 0, err
+    assert learned(killed) == learned(twin)
+
+
+# ------------------------------------------------------------------------------------------- space
+def test_a_full_disk_is_an_error_and_spares_the_checkpoint(module, tmp_path, handlers):
+    path = tmp_path / "run"
+    config = tiny(module, total_timesteps=1600, num_calls=100)
+    words = [*flags(config), "--run-dir", path]
+    limit, unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    write_rows, calls = module.write_rows, []
+
+    def fill(*args):
+        calls.append(args)
+        write_rows(*args)
+        if len(calls) == 3:
+            size = (path / "last.msgpack").stat().st_size // 2
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, unlimited))
+            calls.append((path / "last.msgpack").read_bytes())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_rows", fill)
+        try:
+            code, _, _ = run(module, *words)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, unlimited))
+    assert isinstance(code, str) and code.startswith("error: ")  # which Python prints, with code 1
+    assert (path / "last.msgpack").read_bytes() == calls[3]
+    assert not list(path.glob("*.tmp"))
+    code, _, err = run(module, "--resume", path)
+    assert code == 0, err
+
+
+# --------------------------------------------------------------------------------------------- NaN
+def test_a_run_that_diverges_stops_and_keeps_the_last_finite_state(module, tmp_path, handlers):
+    """The reward is NaN in the sixth update."""
+    make_env, path = module.make_env, tmp_path / "run"
+    config = tiny(module, total_timesteps=256, num_calls=8, num_seeds=2)
+    poisoned, steps = 6, []
+
+    def make_poisoned_env(config):
+        env_reset, env_step, actions = make_env(config)
+
+        def reset(keys):
+            obs, env_state = env_reset(keys)
+            return obs, (env_state, jnp.zeros(len(keys), jnp.int32))
+
+        def step(keys, env_state, action):
+            env_state, count = env_state
+            obs, env_state, reward, *rest = env_step(keys, env_state, action)
+            is_nan = count == (poisoned - 1) * config.num_steps
+            reward = jnp.where(is_nan, jnp.nan, reward)
+            return obs, (env_state, count + 1), reward, *rest
+
+        return reset, step, actions
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "make_env", make_poisoned_env)
+        code, _, _ = run(module, *flags(config), "--run-dir", path)
+    assert isinstance(code, str) and f"update {poisoned} " in code and "last.msgpack" in code
+    last = checkpoint(path / "last.msgpack")
+    values = [np.frombuffer(data, dtype) for dtype, _, data in last.values()]
+    assert all(np.isfinite(x).all() for x in values if x.dtype == np.float32)
+    (update,) = {int(np.frombuffer(last["['update']"][2], np.int32)[0])}
+    steps = [int(row["update"]) for row in read_rows(path) if row["loss/total"]]
+    assert update == 4 and max(steps) == poisoned - 1  # calls are of two updates
+    assert not (path / "summary.json").exists()
+
+
+# ---------------------------------------------------------------------------------- best of all
+def test_best_is_what_was_evaluated_and_is_evaluated_again(module, tmp_path):
+    """best.msgpack holds the state at the evaluation with the highest return of each seed."""
+    config = tiny(module, num_seeds=2, num_evals=4, lr=1e-2)
+    states, save = {}, module.save
+
+    def record(path, config, state):
+        if path.name == "last.msgpack":
+            states[int(state["update"].max())] = state
+        save(path, config, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "save", record)
+        code, _, err = run(module, *flags(config), "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    rows = [row for row in read_rows(tmp_path / "run") if row["eval/return"]]
+    best = module.load(tmp_path / "run" / "best.msgpack", module.resolve(config))
+    for seed in (0, 1):
+        returns = {int(r["update"]): float(r["eval/return"]) for r in rows[seed::2]}
+        update = max(returns, key=lambda update: returns[update])  # the first of equals
+        assert best["update"][0, seed] == update
+        np.testing.assert_allclose(best["eval_return"][:, seed], returns[update], rtol=1e-6)
+        same = lambda x, y, seed=seed: np.testing.assert_array_equal(x[:, seed], y[:, seed])
+        jax.tree.map(same, best["params"], states[update]["params"])
+
+    # The absolute metric, computed anew.
+    init, _ = module.make_train(config, 1)
+    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    params = module.flax.serialization.from_state_dict(state.params, best["params"])
+    evaluate = jax.jit(jax.vmap(module.make_evaluate(config)))
+    returns = []
+    for n in range(config.num_updates + 1, config.num_updates + 11):
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(config.seed), n), 2)
+        returns.append(evaluate(jax.tree.map(lambda x: x[0], params), keys))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert np.shape(returns) == (10, 2, config.eval_episodes)
+    assert summary["absolute_return_mean"] == pytest.approx(float(np.mean(returns)), rel=1e-5)
+
+
+def test_checkpoint_every_is_the_calls_between_checkpoints(module, tmp_path):
+    config = tiny(module, num_calls=8, num_evals=1, checkpoint_every=3)
+    saved, save = [], module.save
+
+    def record(path, config, state):
+        saved.append((path.stem, int(state["update"].max())))
+        save(path, config, state)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "save", record)
+        code, _, err = run(module, *flags(config), "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    assert saved == [("last", 0), ("last", 3), ("last", 6), ("best", 8), ("last", 8)]
+
+
+# ------------------------------------------------------------------------------ several processes
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def start_two(script, words):
+    place = ["--distributed", "--coordinator", f"localhost:{free_port()}", "--num-processes", 2]
+    return [start_process(script, [*words, *place, "--process-id", i]) for i in (0, 1)]
+
+
+def test_two_processes_learn_what_two_devices_learn(tmp_path):
+    module = load_script("ppo_ff")
+    words = flags(tiny(module, num_seeds=2))
+    processes = start_two("ppo_ff", [*words, "--run-dir", tmp_path / "two"])
+    results = [finish(process) for process in processes]
+    assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
+    env = {**FAST, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    code, _, err = finish(start_process("ppo_ff", [*words, "--run-dir", tmp_path / "one"], env))
+    assert code == 0, err
+    assert learned(tmp_path / "two") == learned(tmp_path / "one")
+    # Only process 0 reports.
+    said = [[line for line in out.splitlines() if "Gloo" not in line] for _, out, _ in results]
+    assert len(said[0]) == 1 and said[0][0].startswith("evaluation return") and said[1] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+
+
+def test_a_process_that_dies_ends_the_others(tmp_path):
+    module = load_script("ppo_ff")
+    words = flags(tiny(module, total_timesteps=10**7, num_calls=10**5))
+    processes = start_two("ppo_ff", [*words, "--run-dir", tmp_path / "two"])
+    deadline = time.time() + 120
+    while rows_written(tmp_path / "two") < 3 and time.time() < deadline:
+        time.sleep(0.1)
+    processes[1].kill()
+    code, _, err = finish(processes[0])
+    assert code != 0 and err.strip()
+    assert checkpoint(tmp_path / "two" / "last.msgpack")
