@@ -80,7 +80,7 @@ class Config:
     num_minibatches: int = 8  # gradient steps in each pass
     network: Literal["auto", "mlp", "cnn"] = "auto"  # auto: cnn for [H, W, C] observations
     hidden_size: int | None = None  # width of the dense layers; None: 64 for mlp, 128 for cnn
-    lr: float = 2e-3  # learning rate of Adam
+    lr: float | None = None  # learning rate of Adam; None: 2e-3 for mlp, 5e-3 for cnn
     anneal_lr: bool = True  # let the learning rate fall linearly to zero
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # trace decay of the advantages
@@ -154,7 +154,8 @@ def resolve(config: Config) -> Config:
     obs, _ = jax.eval_shape(reset, jax.random.split(jax.random.key(0), 1))
     network = {"auto": "cnn" if obs.ndim == 4 else "mlp"}.get(config.network, config.network)
     hidden_size = config.hidden_size or {"mlp": 64, "cnn": 128}[network]
-    return dataclasses.replace(config, network=network, hidden_size=hidden_size)
+    lr = {"mlp": 2e-3, "cnn": 5e-3}[network] if config.lr is None else config.lr
+    return dataclasses.replace(config, network=network, hidden_size=hidden_size, lr=lr)
 
 
 # ------------------------------------------------------------------------------------- environment

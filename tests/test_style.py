@@ -152,7 +152,7 @@ def owner(attribute):
 
 def test_options_mean_the_same_in_every_script():
     """Same name, same type and same help; only defaults may differ."""
-    differ = ("env_id", "hidden_size")  # what the script's environments and network take
+    differ = ("env_id", "hidden_size", "lr")  # what the script's environments and network take
     seen = {}
     for script in SCRIPTS:
         lines = text_of(script).splitlines()

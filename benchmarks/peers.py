@@ -1,0 +1,152 @@
+"""The same work by other systems, each from a checkout of its own (see peers.md).
+
+Every function takes the folder of the checkout, a script of ours with its configuration, the
+environment steps per call and the number of timed calls, and returns the seconds to compile, the
+steps of a call and the seconds of each call.
+"""
+
+import sys
+import time
+import types
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from speed import timed_calls
+
+
+class FiveValues:
+    """An environment of gymnax 1.x for callers that expect the five values of earlier versions."""
+
+    def __init__(self, env):
+        self.env = env
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "env":
+            raise AttributeError(name)
+        return getattr(self.env, name)
+
+    def step(self, key, state, action, params=None):
+        obs, state, reward, terminated, truncated, _ = self.env.step(key, state, action, params)
+        return obs, state, reward, terminated | truncated, {}
+
+
+class Evaluation(NamedTuple):
+    reward: jax.Array
+    length: jax.Array
+
+
+def compiled(function, *args):
+    """Returns the seconds to compile, and a call that waits for its result."""
+    start = time.perf_counter()
+    program = jax.jit(function).lower(*args).compile()
+    return time.perf_counter() - start, lambda: jax.block_until_ready(program(*args))
+
+
+def purejaxrl(path, script, options, steps_per_call, calls):
+    import gymnax
+
+    sys.path.insert(0, f"{path}/purejaxrl")
+    sys.modules.setdefault("navix", types.ModuleType("navix"))  # imported, not used here
+    make = gymnax.make
+    gymnax.make = lambda name: (FiveValues(make(name)[0]), make(name)[1])
+    batch = options["num_envs"] * options["num_steps"]
+    config = {
+        "LR": 2.5e-4,
+        "NUM_ENVS": options["num_envs"],
+        "NUM_STEPS": options["num_steps"],
+        "TOTAL_TIMESTEPS": max(1, steps_per_call // batch) * batch,
+        "UPDATE_EPOCHS": options["update_epochs"],
+        "NUM_MINIBATCHES": options["num_minibatches"],
+        "GAMMA": 0.99,
+        "GAE_LAMBDA": 0.95,
+        "CLIP_EPS": 0.2,
+        "ENT_COEF": 0.01,
+        "VF_COEF": 0.5,
+        "MAX_GRAD_NORM": 0.5,
+        "ACTIVATION": "tanh",
+        "ENV_NAME": options.get("env_id", "CartPole-v1"),
+        "ANNEAL_LR": True,
+        "DEBUG": False,
+    }
+    if script == "ppo_ff":
+        import ppo
+    else:
+        import ppo_continuous_action as ppo
+        import wrappers
+
+        env, params = gymnax.make("Pendulum-v1")
+        bound = (
+            types.SimpleNamespace(  # the wrapper of a Brax environment leaves out the parameters
+                reset=lambda key, _=None: env.reset(key, params),
+                step=lambda key, state, action, _=None: env.step(key, state, action, params),
+                observation_space=lambda _=None: env.observation_space(params),
+                action_space=lambda _=None: env.action_space(params),
+            )
+        )
+        ppo.BraxGymnaxWrapper = lambda name: bound
+        ppo.ClipAction = lambda env: wrappers.ClipAction(env, -2.0, 2.0)
+        config["NORMALIZE_ENV"] = script == "ppo_obs_norm"
+    seconds, call = compiled(ppo.make_train(config), jax.random.PRNGKey(0))
+    return seconds, config["TOTAL_TIMESTEPS"], timed_calls(call, calls)
+
+
+def rejax(path, script, options, steps_per_call, calls):
+    import gymnax
+
+    sys.path.insert(0, f"{path}/src")
+    from rejax import PPO
+
+    env, params = gymnax.make("CartPole-v1")
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps_per_call // batch) * batch
+    agent = PPO.create(
+        env=FiveValues(env),
+        env_params=params,
+        num_envs=options["num_envs"],
+        num_steps=options["num_steps"],
+        num_epochs=options["update_epochs"],
+        num_minibatches=options["num_minibatches"],
+        total_timesteps=steps,
+        eval_freq=steps,
+        skip_initial_evaluation=True,
+        agent_kwargs={"activation": "tanh"},
+    ).replace(eval_callback=lambda *_: ())
+    seconds, call = compiled(lambda key: agent.train(key), jax.random.PRNGKey(0))
+    return seconds, steps, timed_calls(call, calls)
+
+
+def xland(path, script, options, steps_per_call, calls):
+    import xminigrid  # noqa: F401  before the patch below
+    from flax.jax_utils import replicate
+
+    sys.path.insert(0, f"{path}/training")
+    sys.modules["pyrallis"] = types.SimpleNamespace(wrap=lambda: lambda function: function)
+    # Its dataclass has arrays as defaults, which Python refuses from 3.11 on.
+    asarray, jax.numpy.asarray = jax.numpy.asarray, np.float32
+    import train_single_task as xland
+
+    jax.numpy.asarray = asarray
+
+    batch = options["num_envs"] * 16
+    steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
+    config = xland.TrainConfig(
+        num_envs=options["num_envs"],
+        num_minibatches=options["num_minibatches"],
+        obs_emb_dim=options["embedding_size"],
+        rnn_hidden_dim=64,
+        head_hidden_dim=64,
+        total_timesteps=steps,
+        eval_episodes=1,
+    )
+    no_evaluation = Evaluation(jax.numpy.zeros(()), jax.numpy.zeros(()))
+    xland.rollout = lambda *_: no_evaluation
+    key, env, env_params, hidden, train_state = xland.make_states(config)
+    args = (
+        jax.random.split(key, 1),
+        *(replicate(x, jax.local_devices()) for x in (train_state, hidden)),
+    )
+    start = time.perf_counter()
+    program = xland.make_train(env, env_params, config).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    return seconds, steps, timed_calls(lambda: jax.block_until_ready(program(*args)), calls)
