@@ -1,0 +1,1075 @@
+"""Independent PPO for many agents, on JaxMARL environments and a small one of its own.
+
+Every agent learns from its own observation, action and reward, as if alone (de Witt et al. 2020,
+arXiv 2011.09533), with proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) and
+generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438). One network serves all
+agents and reads who is asking, or each agent has a network of its own: the same code, with G
+networks side by side. Deliberate differences from the papers and from most implementations:
+- a time limit is not a death. JaxMARL reports both as `done`: an episode that would go on if its
+  clock stood at zero was cut by the time limit, and bootstraps from its true final observation;
+- an agent whose part of the episode is over while others play is left out of the loss;
+- actor and critic have their own optimizer, clipping and epochs; `--target-kl` stops the actor's;
+- observations are flattened and padded with zeros to the largest, actions likewise: what an agent
+  does not have, or may not do now, is masked out of samples, densities, entropy and gradients.
+
+Shapes: T steps, N environments per device, K agents, G networks (1 or K), R rows of each network
+(N * K / G, agent by agent), F features, B minibatch, A actions, D devices, S seeds.
+
+    python ippo.py
+    python ippo.py --env-id MPE_simple_tag_v3 --no-share-parameters
+
+RESULT
+"""
+
+# /// script
+# requires-python = ">=3.11"
+# dependencies = [
+#     "jax>=0.10.2,<0.12", "flax>=0.12.8,<0.13", "optax>=0.2.8,<0.3", "distrax>=0.1.9,<0.2",
+#     "gymnax>=1.0.1,<1.1", "tyro>=1.0,<2", "wandb>=0.31,<1", "matplotlib>=3.10,<4",
+#     "numpy>=2.0,<3", "tqdm>=4.67.1,<5",
+# ]
+# ///
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import json
+import math
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+# XLA on CPU can wait for itself for ever when loops run side by side, as those of many seeds do.
+os.environ["XLA_FLAGS"] = " ".join(
+    ["--xla_cpu_enable_concurrency_optimized_scheduler=false", os.environ.get("XLA_FLAGS", "")]
+)
+
+import distrax
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import numpy as np
+import optax
+import tqdm
+import tyro
+import wandb
+from gymnax.environments import spaces
+from jax.experimental.multihost_utils import process_allgather
+from jax.extend.backend import clear_backends
+
+SCRIPT = "ippo"
+LOSSES = "loss/total loss/policy loss/value policy/entropy policy/approx_kl policy/clip_fraction"
+COLUMNS = "update seed env_steps episode/return episode/length episode/count eval/return"
+COLUMNS += f" {LOSSES} value/explained_variance optim/grad_norm optim/lr time/sps"
+COLUMNS += " actor/epochs critic/epochs"
+METRICS = {"critic": ("loss/value",)}
+METRICS["actor"] = ("loss/policy", "policy/entropy", "policy/approx_kl", "policy/clip_fraction")
+
+
+# ------------------------------------------------------------------------------------------ config
+class ConfigError(Exception):
+    """A wrong input. The message says what is wrong, what is allowed and what to change."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Independent PPO for many agents, on JaxMARL environments and a small one of its own."""
+
+    env_id: str = "auto"  # rings or one of JaxMARL; auto: MPE_simple_spread_v3 if that is installed
+    total_timesteps: int = 1_000_000  # steps of each seed over all devices, rounded down
+    num_envs: int = 16  # parallel environments of each seed over all devices
+    num_steps: int = 128  # steps of every environment between two updates
+    share_parameters: bool = True  # one network that is told the agent, or one for each agent
+    actor_epochs: int = 4  # passes of the actor over each rollout
+    critic_epochs: int = 4  # passes of the critic over each rollout
+    num_minibatches: int = 4  # gradient steps in each pass
+    hidden_size: int = 64  # width of the dense layers
+    optimizer: Literal["adam", "adamw", "nadam", "rmsprop", "lion", "sgd"] = "adam"  # of optax
+    actor_lr: float = 1e-3  # learning rate of the actor
+    critic_lr: float = 1e-3  # learning rate of the critic
+    anneal_lr: bool = True  # let the learning rate fall linearly to zero
+    gamma: float = 0.99  # discount
+    gae_lambda: float = 0.95  # trace decay of the advantages
+    clip_eps: float = 0.2  # clip range of the probability ratio, and of the change in value
+    clip_value: bool = False  # clip the value loss as well as the policy loss
+    ent_coef: float = 0.01  # weight of the entropy bonus
+    max_grad_norm: float = 0.5  # gradients are scaled down to this global norm
+    target_kl: float | None = None  # skip the remaining epochs after one with a larger mean KL
+    best_metric: str = "team"  # the return in eval/return and best.msgpack: team, worst or an agent
+    seed: int = 0  # of everything random
+    num_seeds: int = 1  # agents trained side by side in the one program
+    num_calls: int = 100  # calls of the compiled program; files and progress wait for the next one
+    checkpoint_every: int = 5  # calls between two checkpoints; evaluations write one too
+    num_evals: int = 10  # evaluations at equal distances, the last one of the final policy
+    eval_episodes: int = 128  # full episodes in each evaluation
+    eval_greedy: bool = False  # evaluate the most likely action instead of a sampled one
+    run_dir: str = ""  # folder to write; empty: runs/<script>__<env_id>__seed<seed>__<time>
+    resume: str = ""  # folder of an interrupted run to finish, with the options it had
+    track: bool = False  # send metrics and config to Weights & Biases
+    wandb_project: str = "ppo"  # where --track sends them
+    wandb_entity: str | None = None  # user or team that owns the project
+    distributed: bool = False  # one of several processes, found through SLURM, Kubernetes or TPU
+    coordinator: str | None = None  # host:port of process 0, where no cluster is found
+    num_processes: int | None = None  # how many there are
+    process_id: int | None = None  # which one this is, from 0
+
+    def __post_init__(self):
+        for name, value in dataclasses.asdict(self).items():
+            smallest = int(name not in ("seed", "process_id", "ruleset_id"))
+            if type(value) is int and value < smallest:
+                raise ConfigError(f"{name} = {value}: must be at least {smallest}")
+        if self.total_timesteps < self.batch_size:
+            raise ConfigError(
+                f"total_timesteps = {self.total_timesteps} is less than one update, num_envs *"
+                f" num_steps = {self.batch_size}: raise it to that or lower num_envs or num_steps"
+            )
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps of one update, over all devices."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def updates_per_call(self) -> int:
+        return max(1, self.total_timesteps // self.batch_size // self.num_calls)
+
+    @property
+    def num_updates(self) -> int:
+        """Updates of the whole training, a multiple of `updates_per_call`."""
+        updates = self.total_timesteps // self.batch_size
+        return updates - updates % self.updates_per_call
+
+
+def check_divides(name: str, size: int, parts_name: str, parts: int) -> None:
+    """Raises ConfigError, with the nearest numbers that work, unless `parts` divides `size`."""
+    if size % parts:
+        divisors = [n for n in range(1, size + 1) if size % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - parts))
+        raise ConfigError(
+            f"{name} = {size} does not divide by {parts_name} = {parts}: the nearest {parts_name}"
+            f" that works is {nearest}, the nearest {name} is {max(1, round(size / parts)) * parts}"
+        )
+
+
+def resolve(config: Config) -> Config:
+    """Choose what is left to the environment and check the sizes. Raises ConfigError."""
+    if config.env_id == "auto":
+        found = importlib.util.find_spec("jaxmarl")
+        config = dataclasses.replace(config, env_id="MPE_simple_spread_v3" if found else "rings")
+    check_divides("num_envs", config.num_envs, "devices", jax.device_count())
+    _, _, agents = make_env(config)
+    rows = config.batch_size // jax.device_count() * len(agents.names) // agents.num_networks
+    check_divides("rows of a network", rows, "num_minibatches", config.num_minibatches)
+    if config.best_metric not in ("team", "worst", *agents.names):
+        names = ", ".join(agents.names)
+        raise ConfigError(f"unknown best_metric {config.best_metric}: team, worst, {names}")
+    return config
+
+
+# ------------------------------------------------------------------------------------- environment
+class Rings:
+    """Three agents, each on a ring of its own: the built-in environment, with JaxMARL's methods.
+
+    Agent k walks on 3 + k cells and sees, one-hot, how many cells ahead its goal is. It can step
+    back, stay or step forward, but action a is move (a + k) mod 3 of these: what is right for one
+    agent is wrong for the others. The step onto the goal pays 1 and ends the agent's part, any
+    other costs 0.2; the time limit is 8 steps. From d steps away the best return is 1.2 - 0.2 d, on
+    average 1 + 14 / 15 + 0.9 for the three agents: 2.833 for the team.
+    """
+
+    agents = ("ring_3", "ring_4", "ring_5")
+    time_limit = 8
+
+    class State(NamedTuple):
+        ahead: jax.Array  # [K] cells from the agent to its goal
+        step: jax.Array  # []
+
+    def observation_space(self, agent: str) -> spaces.Box:
+        return spaces.Box(0, 1, (3 + self.agents.index(agent),))
+
+    def action_space(self, agent: str) -> spaces.Discrete:
+        return spaces.Discrete(3)
+
+    def see(self, state: State) -> dict[str, jax.Array]:
+        return {name: jax.nn.one_hot(state.ahead[k], 3 + k) for k, name in enumerate(self.agents)}
+
+    def reset(self, key):
+        state = self.State(jax.random.randint(key, (3,), 1, 3 + jnp.arange(3)), jnp.int32(0))
+        return self.see(state), state
+
+    def step_env(self, key, state, actions):
+        k = jnp.arange(3)
+        move = (jnp.stack([actions[name] for name in self.agents]) + k) % 3 - 1
+        state = self.State((state.ahead - move * (state.ahead > 0)) % (3 + k), state.step + 1)
+        there, late = state.ahead == 0, state.step >= self.time_limit
+        reward = {name: jnp.where(there[k], 1.0, -0.2) for k, name in enumerate(self.agents)}
+        done = {name: there[k] | late for k, name in enumerate(self.agents)}
+        return self.see(state), state, reward, done | {"__all__": there.all() | late}, {}
+
+
+class Observation(NamedTuple):
+    """What the agents see; the leading axes are [K] in an environment, [G, R] outside."""
+
+    view: jax.Array  # [..., F] padded with zeros, then the agent one-hot if networks are shared
+    mask: jax.Array  # [..., A] actions that exist and may be chosen, or components that exist
+    active: jax.Array  # [...] False from the agent's own end until the episode ends for all
+
+
+class Agents(NamedTuple):
+    """What the networks must know of an environment."""
+
+    names: tuple[str, ...]  # K of them
+    num_networks: int  # G
+    num_actions: int  # A, of the agent that has most
+    continuous: bool
+
+
+def load_env(env_id: str) -> Any:
+    """An environment with the methods of JaxMARL's MultiAgentEnv. Raises ConfigError."""
+    if env_id == "rings":
+        return Rings()
+    try:
+        with contextlib.redirect_stdout(None):  # it tells which of its parts are missing
+            import jaxmarl
+    except ImportError:
+        raise ConfigError(f"{env_id} needs JaxMARL: pip install '.[marl]', or rings") from None
+    names = ["rings", *jaxmarl.registered_envs]
+    if env_id not in names:
+        nearest = difflib.get_close_matches(env_id, names, cutoff=0)
+        raise ConfigError(f"unknown env_id {env_id}: the nearest are {', '.join(nearest)}")
+    return jaxmarl.make(env_id)
+
+
+def rewind(env_state: Any) -> Any:
+    """The same state with its clocks at zero: what ends an episode now is no time limit."""
+
+    def at_zero(path, x):
+        name = getattr(path[-1], "name", getattr(path[-1], "key", None)) if path else None
+        return jnp.zeros_like(x) if name in ("step", "steps", "time", "outer_t") else x
+
+    return jax.tree_util.tree_map_with_path(at_zero, env_state)
+
+
+def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
+    """The one place to edit to bring your own environment. Raises ConfigError for a wrong one.
+
+    Returns reset(keys [N]) -> (obs, env_state), step(keys, env_state, action) -> (obs, env_state,
+    reward, terminated, truncated, final_obs), all but env_state [G, R, ...], and what the networks
+    must know. A step that ends the episode of all agents starts the next: obs is its first,
+    final_obs the true next observation. Continuous actions are in units of the bounds: -1 is the
+    lower one, 1 the upper one, and what lies outside is clipped.
+    """
+    env = load_env(config.env_id)
+    names, num_networks = tuple(env.agents), 1 if config.share_parameters else len(env.agents)
+    action_spaces = [env.action_space(name) for name in names]
+    kinds = {hasattr(space, "n") for space in action_spaces}
+    if len(kinds) > 1 or not (kinds == {True} or all(len(s.shape) == 1 for s in action_spaces)):
+        raise ConfigError(f"{config.env_id} mixes kinds of actions, which ippo.py does not take")
+    continuous = kinds == {False}
+    sizes = [int(space.shape[0] if continuous else space.n) for space in action_spaces]
+    agents = Agents(names, num_networks, max(sizes), continuous)
+    exists = np.arange(max(sizes)) < np.array(sizes)[:, None]  # [K, A]
+    ids = np.eye(len(names), dtype=np.float32)[:, : len(names) * config.share_parameters]  # [K, 0]
+    first_obs, first_state = jax.eval_shape(env.reset, jax.random.key(0))
+    num_features = max(math.prod(first_obs[name].shape) for name in names)
+    # Hanabi has another name for it; most environments have no masks at all.
+    legal = getattr(env, "get_legal_moves", getattr(env, "get_avail_actions", None))
+    try:
+        legal = None if continuous else legal and jax.eval_shape(legal, first_state) and legal
+    except NotImplementedError:
+        legal = None
+
+    def pad(x, size):
+        x = jnp.ravel(x)
+        return jnp.pad(x, (0, size - len(x)))
+
+    def observe(obs, env_state, active):
+        view = [pad(obs[name], num_features).astype(jnp.float32) for name in names]
+        mask = jnp.array(exists)
+        if legal:
+            may = legal(env_state)
+            mask &= jnp.stack([pad(may[name], max(sizes)) > 0 for name in names])
+        return Observation(jnp.concatenate([jnp.stack(view), ids], axis=1), mask, active)
+
+    def to_env(action, k):
+        if not continuous:
+            return action[k]
+        low, high = action_spaces[k].low, action_spaces[k].high
+        return low + (high - low) * (jnp.clip(action[k, : sizes[k]], -1.0, 1.0) + 1) / 2
+
+    def reset(key):
+        obs, env_state = env.reset(key)
+        active = jnp.ones(len(names), bool)
+        return observe(obs, env_state, active), (env_state, active)
+
+    def ends(done):
+        """[K], whether the episode is over for each agent."""
+        # SMAX pays the dead for the victory of their team: its agents end together.
+        alone = [done[name] & ("SMAX" not in config.env_id) for name in names]
+        return jnp.stack(alone) | done["__all__"]
+
+    def step(key, env_state, action):
+        step_key, reset_key = jax.random.split(key)
+        before, active = env_state
+        actions = {name: to_env(action, k) for k, name in enumerate(names)}
+        obs, after, rewards, done, _ = env.step_env(step_key, before, actions)
+        _, _, _, done_anyway, _ = env.step_env(step_key, rewind(before), actions)
+        reward = jnp.stack([jnp.float32(rewards[name]) for name in names]) * active  # [K]
+        terminated = ends(done) & ends(done_anyway) & active
+        truncated = ends(done) & ~ends(done_anyway) & active
+        final_obs = observe(obs, after, active & ~ends(done))
+        # Neither does step_env reset, nor does JaxMARL's step keep the final observation.
+        choose = lambda new, old: jnp.where(done["__all__"], new, old)
+        goes_on = final_obs, (after, final_obs.active)
+        obs, env_state = jax.tree.map(choose, reset(reset_key), goes_on)
+        return obs, env_state, reward, terminated, truncated, final_obs
+
+    def to_rows(x):  # [K, N, ...] -> [G, R, ...]
+        return x.reshape(num_networks, -1, *x.shape[2:])
+
+    def reset_all(keys):
+        obs, env_state = jax.vmap(reset, out_axes=(1, 0))(keys)
+        return jax.tree.map(to_rows, obs), env_state
+
+    def step_all(keys, env_state, action):
+        action = action.reshape(len(names), -1, *action.shape[2:])  # [K, N, ...]
+        out_axes = (1, 0, 1, 1, 1, 1)
+        obs, env_state, *outcome = jax.vmap(step, (0, 0, 1), out_axes)(keys, env_state, action)
+        return jax.tree.map(to_rows, obs), env_state, *jax.tree.map(to_rows, outcome)
+
+    return reset_all, step_all, agents
+
+
+# ----------------------------------------------------------------------------------------- network
+def dense(features: int, scale: float) -> nn.Dense:
+    return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
+
+
+class Gaussian(NamedTuple):
+    """Diagonal Gaussian over the components that exist; the others count for nothing."""
+
+    mean: jax.Array  # [..., A]
+    log_std: jax.Array  # [..., A]
+    mask: jax.Array  # [..., A]
+
+    def sample_and_log_prob(self, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        action = self.sample(seed)
+        return action, self.log_prob(action)
+
+    def sample(self, seed: jax.Array) -> jax.Array:
+        return distrax.Normal(self.mean, jnp.exp(self.log_std)).sample(seed=seed)
+
+    def log_prob(self, action: jax.Array) -> jax.Array:
+        log_prob = distrax.Normal(self.mean, jnp.exp(self.log_std)).log_prob(action)
+        return jnp.where(self.mask, log_prob, 0.0).sum(-1)
+
+    def entropy(self) -> jax.Array:
+        entropy = distrax.Normal(self.mean, jnp.exp(self.log_std)).entropy()
+        return jnp.where(self.mask, entropy, 0.0).sum(-1)
+
+    def mode(self) -> jax.Array:
+        return self.mean
+
+
+def make_policy(outputs: jax.Array, mask: jax.Array) -> distrax.Categorical | Gaussian:
+    """The distribution of actions, from what the actor returns and the mask [..., A]."""
+    if isinstance(outputs, tuple):
+        return Gaussian(*outputs, mask)
+    # Finite, so that 0 * log 0 is 0 in the entropy; exp of it is 0, and so is its gradient.
+    return distrax.Categorical(jnp.where(mask, outputs, -1e9))
+
+
+class Actor(nn.Module):
+    agents: Agents
+    config: Config
+
+    @nn.compact
+    def __call__(self, view: jax.Array):
+        """view [B, F] -> logits [B, A], or mean and log_std [B, A] of continuous actions."""
+        outputs = dense(self.agents.num_actions, 0.01)(torso(view, self.config.hidden_size))
+        if not self.agents.continuous:
+            return outputs
+        log_std = self.param("log_std", nn.initializers.zeros, outputs.shape[-1:])
+        return outputs, jnp.broadcast_to(log_std, outputs.shape)
+
+
+class Critic(nn.Module):
+    config: Config
+
+    @nn.compact
+    def __call__(self, view: jax.Array) -> jax.Array:
+        """view [B, F] -> value [B]."""
+        return dense(1, 1.0)(torso(view, self.config.hidden_size)).squeeze(-1)
+
+
+def torso(x: jax.Array, hidden_size: int) -> jax.Array:
+    """Two layers, of the module that calls it."""
+    x = nn.tanh(dense(hidden_size, 2**0.5)(x))
+    return nn.tanh(dense(hidden_size, 2**0.5)(x))
+
+
+# ----------------------------------------------------------------------------------------- rollout
+class Transition(NamedTuple):
+    """One step of every environment; a rollout is T of them."""
+
+    obs: Observation  # [G, R, ...]
+    action: jax.Array  # [G, R] or [G, R, A]
+    log_prob: jax.Array  # [G, R]
+    value: jax.Array  # [G, R]
+    reward: jax.Array  # [G, R]
+    terminated: jax.Array  # [G, R] the environment ended the agent's episode: nothing follows
+    truncated: jax.Array  # [G, R] the time limit ended it: the value of final_obs follows
+    final_obs: Observation  # [G, R, ...] the true next one, not the next episode's first
+
+    @property
+    def done(self) -> jax.Array:
+        return self.terminated | self.truncated
+
+
+class Episode(NamedTuple):
+    """What an agent's episodes came to; of those under way, so far."""
+
+    total: jax.Array  # the undiscounted return
+    length: jax.Array
+    terminated: jax.Array
+    truncated: jax.Array
+    final_reward: jax.Array
+
+    def add(self, reward, terminated, truncated, active) -> "Episode":
+        """One more step of the agents that are still in it."""
+        new = Episode(self.total + reward, self.length + 1, terminated, truncated, reward)
+        return jax.tree.map(lambda x, y: jnp.where(active, jnp.float32(x), y), new, self)
+
+
+class Hyper(NamedTuple):
+    """Numbers that may differ between seeds: put [D, S] arrays into the state that init returns."""
+
+    actor_lr: jax.Array
+    critic_lr: jax.Array
+    gamma: jax.Array
+    gae_lambda: jax.Array
+    clip_eps: jax.Array
+    ent_coef: jax.Array
+
+
+class RunnerState(NamedTuple):
+    """All that one update hands to the next. Outside `train` each leaf has [D, S] in front."""
+
+    params: Any  # {"actor", "critic"}, with [G] in front
+    opt_state: Any  # likewise
+    hyper: Hyper  # [] each
+    env_state: Any
+    obs: Observation  # [G, R, ...]
+    episode: Episode  # [G, R] each, of the episodes under way
+    update: jax.Array  # [] updates done
+    key: jax.Array  # [2] the data of a random key, which a checkpoint can hold
+
+
+class Fit(NamedTuple):
+    """One actor or critic while it passes over a rollout."""
+
+    params: Any
+    opt_state: Any
+    key: jax.Array  # [2] of the shuffles
+    epoch: jax.Array  # [] epochs done
+    metrics: dict[str, jax.Array]  # means over the last epoch
+
+
+# --------------------------------------------------------------------------------------- advantage
+def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with ends and time limits.
+
+    All arrays are [T, ...]. `next_value` is the value of the true next observation: where an
+    episode ended, of its final one. `done` is terminated | truncated. Returns (advantage, target).
+    """
+    # Only a termination stops the bootstrap; both ends cut the trace.
+    delta = reward + gamma * (1.0 - terminated) * next_value - value
+    decay = gamma * gae_lambda * (1.0 - done)
+
+    def step(advantage, x):
+        delta, decay = x
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
+    return advantage, advantage + value
+
+
+# -------------------------------------------------------------------------------------------- loss
+def actor_loss(params, apply_fn, batch: Transition, advantage, weight, config: Config, hyper):
+    """Clipped surrogate (arXiv 1707.06347, eq. 7) and entropy bonus (eq. 9).
+
+    All arrays are [B, ...], the advantage normalised, `weight` 0 for inactive agents and 1 on
+    average. Returns (loss, metrics), scalars.
+    """
+    policy = make_policy(apply_fn(params, batch.obs.view), batch.obs.mask)
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B]
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1 - hyper.clip_eps, 1 + hyper.clip_eps)
+    surrogate = jnp.minimum(ratio * advantage, clipped_ratio * advantage)
+    policy_loss = -(weight * surrogate).mean()
+
+    entropy = (weight * policy.entropy()).mean()
+    approx_kl = (weight * (ratio - 1 - log_ratio)).mean()  # http://joschu.net/blog/kl-approx.html
+    clip_fraction = (weight * (jnp.abs(ratio - 1) > hyper.clip_eps)).mean()
+    metrics = (policy_loss, entropy, approx_kl, clip_fraction)
+    loss = policy_loss - hyper.ent_coef * entropy
+    return loss, dict(zip(METRICS["actor"], metrics, strict=True))
+
+
+def critic_loss(params, apply_fn, batch: Transition, target, weight, config: Config, hyper):
+    """Squared error of the value, clipped if so configured (eq. 9). Otherwise as `actor_loss`."""
+    value = apply_fn(params, batch.obs.view)
+    value_error = (value - target) ** 2  # [B]
+    if config.clip_value:
+        change = jnp.clip(value - batch.value, -hyper.clip_eps, hyper.clip_eps)
+        value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
+    value_loss = 0.5 * (weight * value_error).mean()
+    return value_loss, {"loss/value": value_loss}
+
+
+# ------------------------------------------------------------------------------------------- train
+def shuffle(key: jax.Array, size: int) -> jax.Array:
+    """A random permutation of range(size), ten times as fast on CPU as jax.random.permutation.
+
+    Sorts random numbers whose low bits are the index; equal high bits leave a few rows in order.
+    """
+    low_bits = jnp.uint32(2 ** (size - 1).bit_length() - 1)
+    numbers = jax.random.bits(key, (size,), jnp.uint32) & ~low_bits
+    return jnp.sort(numbers | jnp.arange(size, dtype=jnp.uint32)) & low_bits
+
+
+def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable, Callable]:
+    """Returns pmapped init(keys [D]) -> state and train(state) -> (state, metrics).
+
+    A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and
+    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN
+    where an update had nothing to measure. Raises ConfigError for a wrong input.
+    """
+    config = resolve(config)
+    env_reset, env_step, agents = make_env(config)
+    networks = {"actor": Actor(agents, config), "critic": Critic(config)}
+    losses = {"actor": actor_loss, "critic": critic_loss}
+    num_envs = config.num_envs // jax.device_count()  # N
+    num_rows = num_envs * len(agents.names) // agents.num_networks  # R
+    clip = optax.clip_by_global_norm(config.max_grad_norm)
+    options = {"eps": 1e-5} if config.optimizer in ("adam", "adamw", "nadam") else {}
+    optimizer = optax.chain(clip, getattr(optax, config.optimizer)(1.0, **options))
+
+    def learning_rate(part, hyper, update):
+        lr = {"actor": hyper.actor_lr, "critic": hyper.critic_lr}[part]
+        return lr * jnp.float32(1.0 - config.anneal_lr * update / config.num_updates)
+
+    def act(params, obs):
+        """One policy over [G, R], and values [G, R]."""
+        outputs = jax.vmap(networks["actor"].apply)(params["actor"], obs.view)
+        value = jax.vmap(networks["critic"].apply)(params["critic"], obs.view)
+        return make_policy(outputs, obs.mask), value
+
+    def init_seed(key):
+        params_key, reset_key, key = jax.random.split(key, 3)
+        obs, env_state = env_reset(jax.random.split(reset_key, num_envs))
+        # The environments of the devices differ, the networks must not.
+        params_key = jax.lax.all_gather(params_key, "devices")[0]
+        params_keys = jax.random.split(params_key, (2, agents.num_networks))
+        params = {  # [G, ...]
+            part: jax.lax.map(lambda key, part=part: networks[part].init(key, obs.view[0]), keys)
+            for part, keys in zip(networks, params_keys, strict=True)
+        }
+        opt_state = {part: jax.vmap(optimizer.init)(params[part]) for part in networks}
+        hyper = Hyper(*[jnp.float32(getattr(config, name)) for name in Hyper._fields])
+        episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
+        update = jnp.int32(0)
+        return RunnerState(params, opt_state, hyper, env_state, obs, episode, update, key)
+
+    def rollout_step(state, _):
+        key, action_key, step_key = jax.random.split(state.key, 3)
+        policy, value = act(state.params, state.obs)
+        action, log_prob = policy.sample_and_log_prob(seed=action_key)
+        step_keys = jax.random.split(step_key, num_envs)
+        obs, env_state, *outcome = env_step(step_keys, state.env_state, action)
+        transition = Transition(state.obs, action, log_prob, value, *outcome)
+        active, done = state.obs.active, transition.done  # [G, R]
+        episode = state.episode.add(*outcome[:3], active)
+        ended = [x * done for x in (*episode, jnp.ones(done.shape))]
+        ended = [x.reshape(len(agents.names), num_envs).sum(1) for x in ended]  # [K] each
+        # An agent that has left waits for the others: what it came to is counted and forgotten.
+        episode = jax.tree.map(lambda x: x * ~done, episode)
+        state = state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
+        return state, (transition, jnp.stack(ended))
+
+    def next_values(params, rollout, last_value):
+        """The value of the true next observation of every step of one network, [T, R].
+
+        That is the value of the next step, but not where a time limit cut the episode. Those few
+        final observations are gathered R at a time: no time limit, no second pass of the network.
+        """
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, R]
+        cut = (rollout.truncated & ~rollout.terminated).reshape(-1)  # [T * R]
+        rows = jnp.flatnonzero(cut, size=cut.size, fill_value=cut.size)  # the cut ones come first
+        view = rollout.final_obs.view.reshape(cut.size, -1)  # [T * R, F]
+
+        def look_up(i, next_value):
+            block = jax.lax.dynamic_slice_in_dim(rows, i * num_rows, num_rows)  # [R]
+            value = networks["critic"].apply(params, view[block])
+            return next_value.at[block].set(value, mode="drop")
+
+        num_blocks = (cut.sum() + num_rows - 1) // num_rows
+        next_value = jax.lax.fori_loop(0, num_blocks, look_up, next_value.reshape(-1))
+        return next_value.reshape(rollout.value.shape)
+
+    def run_epochs(part, fit, samples, state):
+        """All epochs of one actor or critic, on samples [T * R, ...]. Returns the new Fit."""
+        max_epochs = {"actor": config.actor_epochs, "critic": config.critic_epochs}[part]
+        kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+        loss_grad = jax.grad(losses[part], has_aux=True)
+        lr = learning_rate(part, state.hyper, state.update)
+
+        def update_minibatch(fit, minibatch):
+            batch, lesson = minibatch  # [B, ...]; the actor's advantage or the critic's target
+            # The minibatch is spread over the devices: its mean, variance and gradient are of all.
+            weight = batch.obs.active / jnp.maximum(
+                jax.lax.pmean(batch.obs.active.mean(), "devices"), 1e-8
+            )
+            if part == "actor":
+                lesson -= jax.lax.pmean((weight * lesson).mean(), "devices")
+                variance = jax.lax.pmean((weight * lesson**2).mean(), "devices")
+                lesson /= jnp.sqrt(variance) + 1e-8
+            apply_fn = networks[part].apply
+            grads, metrics = loss_grad(
+                fit.params, apply_fn, batch, lesson, weight, config, state.hyper
+            )
+            grads, metrics = jax.lax.pmean((grads, metrics), "devices")
+            metrics["optim/grad_norm"] = optax.tree.norm(grads)
+            updates, opt_state = optimizer.update(grads, fit.opt_state, fit.params)
+            params = jax.tree.map(lambda param, update: param + lr * update, fit.params, updates)
+            return fit._replace(params=params, opt_state=opt_state), metrics
+
+        def another_epoch(fit):
+            return (fit.epoch < max_epochs) & (fit.metrics.get("policy/approx_kl", 0) <= kl_limit)
+
+        def update_epoch(fit):
+            key, shuffle_key = jax.random.split(fit.key)
+            rows = shuffle(shuffle_key, num_rows * config.num_steps)
+            rows = rows.reshape(config.num_minibatches, -1)
+            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+            fit, metrics = jax.lax.scan(update_minibatch, fit._replace(key=key), minibatches)
+            return fit._replace(epoch=fit.epoch + 1, metrics=jax.tree.map(jnp.mean, metrics))
+
+        return jax.lax.while_loop(another_epoch, update_epoch, fit)
+
+    def learn(params, opt_state, rollout, last_obs, state):
+        """One network learns from its rollout [T, R]. Returns params, opt_state and metrics."""
+        last_value = networks["critic"].apply(params["critic"], last_obs.view)  # [R]
+        next_value = next_values(params["critic"], rollout, last_value)  # [T, R]
+        steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
+        advantage, target = compute_gae(*steps, state.hyper.gamma, state.hyper.gae_lambda)
+        weight = rollout.obs.active / rollout.obs.active.mean()
+        spread = lambda x: (weight * (x - (weight * x).mean()) ** 2).mean()
+        explained = 1 - spread(target - rollout.value) / spread(target)
+        # The losses do not need these: spare the shuffle.
+        batch = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
+        params, opt_state, metrics, norms = {**params}, {**opt_state}, {}, []
+        for part, lesson in (("actor", advantage), ("critic", target)):
+            samples = (batch, lesson)
+            samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * R, ...]
+            none = dict.fromkeys((*METRICS[part], "optim/grad_norm"), jnp.float32(0))
+            start = Fit(params[part], opt_state[part], state.key, jnp.int32(0), none)
+            fitted = run_epochs(part, start, samples, state)
+            params[part], opt_state[part] = fitted.params, fitted.opt_state
+            metrics |= {**fitted.metrics, f"{part}/epochs": jnp.float32(fitted.epoch)}
+            norms.append(metrics["optim/grad_norm"])
+        metrics["optim/grad_norm"] = jnp.linalg.norm(jnp.stack(norms))
+        metrics["value/explained_variance"] = jax.lax.pmean(explained, "devices")
+        return params, opt_state, metrics
+
+    def update_step(state, _):
+        state, (rollout, ended) = jax.lax.scan(rollout_step, state, None, config.num_steps)
+        learn_all = jax.vmap(learn, in_axes=(0, 0, 1, 0, None))
+        learned = learn_all(state.params, state.opt_state, rollout, state.obs, state)
+        params, opt_state, metrics = learned
+        metrics = jax.tree.map(jnp.mean, metrics)  # over [G]
+        loss = metrics["loss/policy"] - state.hyper.ent_coef * metrics["policy/entropy"]
+        metrics["loss/total"] = loss + metrics["loss/value"]
+        *sums, count = jax.lax.psum(ended.sum(0), "devices")  # [K] each
+        means = Episode(*[x / count for x in sums])  # 0 / 0 = NaN where no episode ended
+        for name, x in means._asdict().items():
+            metrics |= {f"agent/{agent}/{name}": x[k] for k, agent in enumerate(agents.names)}
+        metrics["episode/return"] = means.total.sum()  # of the team
+        metrics["episode/length"] = means.length.max()
+        metrics["episode/count"] = count.min()
+        metrics["optim/lr"] = learning_rate("actor", state.hyper, state.update)
+        # Actor and critic saw the same shuffles: go on after the longer row of keys.
+        epochs = max(config.actor_epochs, config.critic_epochs)
+        key = jax.lax.fori_loop(0, epochs, lambda _, key: jax.random.split(key)[0], state.key)
+        update = state.update + 1
+        return state._replace(params=params, opt_state=opt_state, update=update, key=key), metrics
+
+    def init(key):
+        # One seed after the other: XLA on CPU can hang in the QR of a stack of matrices.
+        return jax.lax.map(init_seed, jax.random.split(jax.random.key_data(key), config.num_seeds))
+
+    def train(state):
+        update_seeds = jax.vmap(update_step, in_axes=(0, None))
+        return jax.lax.scan(update_seeds, state, None, num_updates or config.num_updates)
+
+    train = jax.pmap(train, axis_name="devices", donate_argnums=0)
+    return jax.pmap(init, axis_name="devices"), train
+
+
+# ---------------------------------------------------------------------------------------- evaluate
+def make_play(config: Config) -> Callable:
+    """Returns play(params, key) -> Episode, [episodes, K] each, full ones in new environments."""
+    config = resolve(config)
+    env_reset, env_step, agents = make_env(config)
+    actor = Actor(agents, config)
+
+    def unfinished(state):
+        return state.obs.active.any()
+
+    def play_step(state):
+        key, action_key, step_key = jax.random.split(state.key, 3)
+        outputs = jax.vmap(actor.apply)(state.params["actor"], state.obs.view)
+        policy = make_policy(outputs, state.obs.mask)
+        action = policy.mode() if config.eval_greedy else policy.sample(seed=action_key)
+        step_keys = jax.random.split(step_key, config.eval_episodes)
+        obs, env_state, *outcome = env_step(step_keys, state.env_state, action)
+        reward, terminated, truncated, _ = outcome
+        episode = state.episode.add(reward, terminated, truncated, state.obs.active)
+        # Only the first episode counts: the next one, which has begun, finds nobody active.
+        active = state.obs.active & ~terminated & ~truncated
+        obs = obs._replace(active=active)
+        return state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
+
+    def play(params, key):
+        key, reset_key = jax.random.split(jax.random.key_data(key))
+        obs, env_state = env_reset(jax.random.split(reset_key, config.eval_episodes))
+        episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
+        state = RunnerState(params, None, None, env_state, obs, episode, 0, key)
+        state = jax.lax.while_loop(unfinished, play_step, state)
+        by_agent = lambda x: x.reshape(len(agents.names), -1).T  # [episodes, K]
+        return jax.tree.map(by_agent, state.episode)
+
+    return play
+
+
+def score(config: Config, episodes: Episode) -> jax.Array:
+    """The return that `best_metric` names, [...], of episodes [..., K]."""
+    if config.best_metric in ("team", "worst"):
+        return {"team": jnp.sum, "worst": jnp.min}[config.best_metric](episodes.total, axis=-1)
+    return episodes.total[..., load_env(config.env_id).agents.index(config.best_metric)]
+
+
+def make_evaluate(config: Config) -> Callable:
+    """Returns evaluate(params, key) -> returns [episodes], full episodes in fresh environments."""
+    config, play = resolve(config), make_play(config)
+    return lambda params, key: score(config, play(params, key))
+
+
+# -------------------------------------------------------------------------------------------- main
+def identity(config: Config) -> dict[str, Any]:
+    """What a checkpoint must have in common with the run that continues it."""
+    outside = r"run_dir|resume|track|wandb_.*|distributed|coordinator|num_processes|process_id"
+    outside += "|total_timesteps"  # a larger one continues a finished run
+    options = {k: v for k, v in vars(config).items() if not re.fullmatch(outside, k)}
+    return {"script": SCRIPT, "num_devices": jax.device_count(), **options}
+
+
+def save(path: Path, config: Config, state: dict[str, Any]) -> None:
+    """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
+    content = flax.serialization.to_bytes({"config": identity(config), "state": state})
+    if jax.process_index() == 0:
+        temporary = path.with_suffix(".tmp")
+        try:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+        finally:  # of a full disk
+            temporary.unlink(missing_ok=True)
+
+
+def load(path: Path, config: Config) -> dict[str, Any]:
+    """The state that `save` wrote. Raises ConfigError if it is damaged or another run's."""
+    try:
+        saved = flax.serialization.msgpack_restore(path.read_bytes())
+        owner, state = saved["config"], saved["state"]
+    except Exception as error:
+        raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
+    for name, value in identity(config).items():
+        if owner.get(name) != value:
+            raise ConfigError(f"{path} has {name} = {owner.get(name)}, this run has {value}")
+    return state
+
+
+def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """Returns the run folder and, to continue, its last and best state. Raises ConfigError."""
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
+    if config.resume:
+        last, best = load(run_dir / "last.msgpack", config), {}
+        if (run_dir / "best.msgpack").exists():
+            best = load(run_dir / "best.msgpack", config)
+        if last["update"].max() == config.num_updates:
+            raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
+        if jax.process_index() > 0:
+            return run_dir, last, best
+        lines = (run_dir / "metrics.csv").read_text().splitlines()
+        whole = [line for line in lines[1:] if line.count(",") == COLUMNS.count(" ")]
+        kept = [line for line in whole if int(line.split(",")[0]) <= last["update"].max()]
+        (run_dir / "metrics.csv").write_text("\n".join([lines[0], *kept, ""]))
+        return run_dir, last, best
+    if (run_dir / "last.msgpack").exists():
+        raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
+    if jax.process_index() > 0:
+        return run_dir, {}, {}
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
+        about = {"versions": versions, "device": jax.devices()[0].device_kind}
+        about = {**identity(config), **vars(config), **about}
+        (run_dir / "config.json").write_text(json.dumps(about, indent=2))
+        (run_dir / "metrics.csv").write_text(COLUMNS.replace(" ", ",") + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
+    return run_dir, {}, {}
+
+
+def best_of(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
+    """For each seed the state with the higher evaluation return."""
+    better = new["eval_return"] > old["eval_return"]  # [D, S]
+    pick = lambda x, y: np.where(better.reshape(better.shape + (1,) * (x.ndim - 2)), x, y)
+    return jax.tree.map(pick, new, old)
+
+
+def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
+    """Append rows to metrics.csv, and send them to Weights & Biases as one series per seed."""
+    if jax.process_index() > 0:
+        return
+    with open(run_dir / "metrics.csv", "a") as file:
+        for row in rows:
+            file.write(",".join(str(row.get(name, "")) for name in COLUMNS.split()) + "\n")
+    for row in rows if config.track else ():
+        suffix = f"/seed{row['seed']}" if config.num_seeds > 1 else ""
+        measured = {name + suffix: x for name, x in row.items() if "/" in name}
+        wandb.log(measured, step=row["env_steps"])
+
+
+def write_evaluation(run_dir: Path, config: Config, update: int, episodes: Episode) -> np.ndarray:
+    """Describe episodes [S, episodes, K] of each agent and the team in evaluations.csv.
+
+    What an interrupted run wrote of this update or later ones is replaced. Returns the mean of the
+    return that `best_metric` names, [S].
+    """
+    file, names = run_dir / "evaluations.csv", [*load_env(config.env_id).agents, "team"]
+    lines = file.read_text().splitlines()[1:] if file.exists() and update else []
+    lines = [line for line in lines if int(line.split(",")[0]) < update]
+    for metric, x in episodes._asdict().items():
+        x = np.asarray(x)
+        team = {"length": x.max, "terminated": x.min, "truncated": x.max}.get(metric, x.sum)
+        x = np.concatenate([x, team(axis=-1, keepdims=True)], axis=-1)  # [S, episodes, K + 1]
+        five = np.nanquantile(x, [0, 0.25, 0.5, 0.75, 1], axis=1)  # [5, S, K + 1]
+        table = np.stack([np.nanmean(x, 1), np.nanstd(x, 1), *five, np.isnan(x).sum(1)], axis=-1)
+        for seed, k in np.ndindex(table.shape[:2]):
+            values = ",".join(f"{value:.7g}" for value in table[seed, k])
+            lines.append(f"{update},{seed},{names[k]},{metric.replace('total', 'return')},{values}")
+    if jax.process_index() == 0:
+        header = "update,seed,agent,metric,mean,std,min,q25,median,q75,max,nan_count"
+        file.write_text("\n".join([header, *lines, ""]))
+    return np.asarray(score(config, episodes)).mean(axis=1)
+
+
+def plot_curve(run_dir: Path, config: Config) -> None:
+    """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
+    table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", skip_header=1)
+    table = table.reshape(-1, config.num_seeds, len(COLUMNS.split()))  # NaN where empty
+    axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
+    for name, style in (("episode/return", "-"), ("eval/return", "o--")):
+        returns = table[:, :, COLUMNS.split().index(name)]  # [updates, S]
+        measured = np.flatnonzero(np.isfinite(returns).all(axis=1))
+        parts = [rows for rows in np.array_split(measured, 100) if len(rows)]
+        steps = np.array([table[rows, 0, 2].mean() for rows in parts])
+        curve = np.array([returns[rows].mean(axis=0) for rows in parts]).reshape(-1, table.shape[1])
+        mean, spread = curve.mean(axis=1), curve.std(axis=1)
+        axes.plot(steps, mean, style, label=name)
+        axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
+    axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
+    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
+
+
+def main(config: Config) -> dict[str, Any]:
+    """Train, evaluate and write the run folder. Returns what summary.json holds.
+
+    Raises ConfigError for a wrong input; SystemExit after Ctrl-C or SIGTERM, or if a loss is NaN.
+    """
+    if config.distributed:
+        clear_backends()  # which the import of the environments started, for this process alone
+        jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
+    config = resolve(config)
+    run_dir, last, best = open_run(config)
+    seeds, devices, first = config.num_seeds, jax.device_count(), 0
+    if last:  # perhaps of a smaller budget: its calls need not fit into this one
+        first = int(last["update"].max())
+        if first > config.num_updates:
+            raise ConfigError(f"{run_dir} has done {first} updates: raise total_timesteps")
+    per_call = math.gcd(config.updates_per_call, config.num_updates - first)
+    start, train_seconds, key = time.perf_counter(), 0.0, jax.random.key(config.seed)
+    init, train = make_train(config, per_call)
+    keys = jax.random.split(key, devices).reshape(jax.process_count(), -1)
+    state = init(keys[jax.process_index()])
+    if last:
+        place = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
+        state = jax.tree.map(place, flax.serialization.from_state_dict(state, last), state)
+
+    def to_host(state):  # [D, S, ...] over all processes
+        return flax.serialization.to_state_dict(process_allgather(state, tiled=True))
+
+    def local(tree):  # [S, ...], equal on all devices
+        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
+
+    def eval_keys(number):
+        return jax.random.split(jax.random.fold_in(key, number), seeds)
+
+    if jax.process_count() == 1:  # of several, pmap can compile only when it is called
+        train = train.lower(state).compile()
+    evaluate = jax.jit(jax.vmap(make_play(config)))
+    evaluate = evaluate.lower(local(state.params), eval_keys(0)).compile()
+    compile_seconds = time.perf_counter() - start
+    if config.track and jax.process_index() == 0:
+        place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
+        wandb.init(**place, id=run_dir.name, resume="allow", config=identity(config))
+    signals = []  # Ctrl-C and SIGTERM wait for the end of the call, a second one does not
+    catch = lambda number, _: signals.append(number) or signal.signal(number, handlers[number])
+    handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    if not last:
+        last = to_host(state)
+        save(run_dir / "last.msgpack", config, last)
+        episodes = evaluate(local(state.params), eval_keys(0))
+        returns = write_evaluation(run_dir, config, 0, episodes)
+        origin = [{"seed": i, "eval/return": x} for i, x in enumerate(returns.tolist())]
+        write_rows(run_dir, config, [{"update": 0, "env_steps": 0, **row} for row in origin])
+    best = best or {**last, "eval_return": np.full((devices, seeds), -np.inf)}
+    sizes = {"total": config.num_updates * config.batch_size, "initial": first * config.batch_size}
+    bar = tqdm.tqdm(**sizes, unit=" steps", unit_scale=True, disable=jax.process_index() > 0)
+    for update in range(first + per_call, config.num_updates + 1, per_call):
+        call_start = time.perf_counter()
+        state, metrics = train(state)
+        metrics = local(metrics)  # [per_call, S]
+        call_seconds = time.perf_counter() - call_start
+        train_seconds += call_seconds
+        rows = []
+        for i, seed in np.ndindex(per_call, seeds):
+            number = update - per_call + i + 1
+            row = {"update": number, "seed": seed, "env_steps": number * config.batch_size}
+            finite = {k: float(x[i, seed]) for k, x in metrics.items() if np.isfinite(x[i, seed])}
+            rows.append(row | finite)
+        for row in rows[-seeds:]:
+            row["time/sps"] = per_call * config.batch_size * seeds / call_seconds
+        broken = [row["update"] for row in rows if "optim/grad_norm" not in row]
+        evals_by = lambda update: update * config.num_evals // config.num_updates
+        is_eval = evals_by(update) > evals_by(update - per_call) and not broken
+        if is_eval:
+            episodes = evaluate(local(state.params), eval_keys(0))
+            returns = write_evaluation(run_dir, config, update, episodes)
+            for row, value in zip(rows[-seeds:], returns.tolist(), strict=True):
+                row["eval/return"] = value
+        write_rows(run_dir, config, rows)
+        stop = broken or process_allgather(np.array([len(signals)])).any()
+        if not broken and (is_eval or stop or update // per_call % config.checkpoint_every == 0):
+            last = to_host(state)
+            if is_eval:
+                best = best_of({**last, "eval_return": np.tile(returns, (devices, 1))}, best)
+                save(run_dir / "best.msgpack", config, best)
+            save(run_dir / "last.msgpack", config, last)
+        recent = np.mean([row.get("episode/return", np.nan) for row in rows[-seeds:]])
+        progress = f"update {update}/{config.num_updates}, return {recent:.4g}"
+        bar.set_postfix_str(progress, refresh=False)
+        bar.update(per_call * config.batch_size)
+        if stop:
+            break
+    bar.close()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if broken:
+        name = f"{run_dir}/last.msgpack"
+        sys.exit(f"error: update {broken[0]} is not finite, {name} is from before it: lower --lr")
+    if update < config.num_updates:
+        print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
+        sys.exit(128 + max([0, *signals]))
+
+    # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485): ten times as many new episodes.
+    params = flax.serialization.from_state_dict(state.params, best["params"])
+    params = jax.tree.map(lambda x: x[0], params)
+    absolute = [score(config, evaluate(params, eval_keys(update + n))) for n in range(1, 11)]
+    summary = {
+        "script": SCRIPT,
+        "env_id": config.env_id,
+        "env_steps": config.num_updates * config.batch_size,
+        "num_seeds": seeds,
+        "eval_return_mean": float(returns.mean()),
+        "eval_return_std": float(returns.std()),
+        "eval_return_per_seed": returns.tolist(),
+        "best_eval_return_mean": float(best["eval_return"].mean()),
+        "eval_episodes": config.eval_episodes,
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "steps_per_second": (sizes["total"] - sizes["initial"]) * seeds / train_seconds,
+        "device": jax.devices()[0].device_kind,
+        "num_devices": devices,
+        "absolute_return_mean": float(np.mean(absolute)),
+    }
+    if jax.process_index() > 0:
+        return summary
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_curve(run_dir, config)
+    if config.track:
+        wandb.summary.update(summary)
+        for file in (globals().get("__file__"), str(run_dir / "learning_curve.png")):
+            if file:  # a notebook's cell has none
+                wandb.log_artifact(file, name=Path(file).stem, type="file")
+        wandb.finish()
+    print(
+        f"evaluation return {returns.mean():.4g} ± {returns.std():.3g} over {seeds} seed(s),"
+        f" {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
+        f" compiled in {compile_seconds:.1f} s, written to {run_dir}"
+    )
+    return summary
+
+
+def cli() -> None:
+    """Run from the command line. A wrong input ends with exit code 2 and no traceback."""
+    # tyro takes 1_000_000 for an integer, but not 1e6.
+    is_int = lambda word: re.fullmatch(r"\d+(\.\d+)?e\d+", word) and float(word).is_integer()
+    words = [f"{float(word):.0f}" if is_int(word) else word for word in sys.argv[1:]]
+    try:
+        config = tyro.cli(Config, args=words)
+        if config.resume:  # is enough on its own: the folder knows the other options
+            about = Path(config.resume, "config.json")
+            try:
+                saved = json.loads(about.read_text())
+            except (OSError, ValueError) as error:
+                raise ConfigError(f"{about} is missing or damaged: {error}") from None
+            saved = {k: v for k, v in saved.items() if k in Config.__dataclass_fields__}
+            config = tyro.cli(Config, default=Config(**saved), args=words)
+        main(config)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        sys.exit(f"error: {error}; what was saved before is whole")
+    except KeyboardInterrupt:  # while compiling: there is nothing to save
+        sys.exit(130)
+
+
+if __name__ == "__main__": cli()  # fmt: skip
