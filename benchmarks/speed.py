@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CARTPOLE = {"num_steps": 128, "update_epochs": 4, "hidden_size": 64}
+PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256}
 WORK = {  # name: script and configuration
     "CartPole 4 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 4, "num_minibatches": 4}),
     "CartPole 64 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 64, "num_minibatches": 8}),
@@ -37,8 +38,8 @@ WORK = {  # name: script and configuration
             "network": "mlp",
         },
     ),
-    "Pendulum 64 envs": ("ppo_continuous", {**CARTPOLE, "num_envs": 64, "num_minibatches": 8}),
-    "Pendulum, statistics": ("ppo_obs_norm", {**CARTPOLE, "num_envs": 64, "num_minibatches": 8}),
+    "Pendulum 64 envs": ("ppo_continuous", PENDULUM),
+    "Pendulum, statistics": ("ppo_obs_norm", PENDULUM),
     "Empty-6x6 GRU 64": (
         "ppo_rnn",
         {"num_envs": 256, "num_minibatches": 8, "embedding_size": 16, "conv_size": 16},
