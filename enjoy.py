@@ -18,11 +18,13 @@ import math
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 
 import flax.serialization
 import imageio.v3
+import jax
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -55,26 +57,22 @@ def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int = 0) -> tu
         there = [p.stem for p in sorted(run_dir.glob("*.msgpack"))]
         raise RunError(f"{path} is missing: choose --checkpoint from {there}")
     module = importlib.import_module(script)
-    import jax  # after the script, which sets XLA's options
-
     try:
         known = module.Config.__dataclass_fields__
         config = module.Config(**{k: v for k, v in options.items() if k in known})
         keys = jax.random.split(jax.random.key(0), jax.local_device_count())
         init, _ = module.make_train(dataclasses.replace(config, num_seeds=1))
-        expected = jax.tree.map(lambda x: x.shape[2:], jax.eval_shape(init, keys).params)
+        expected = jax.eval_shape(init, keys).params  # [D, S, ...]
     except module.ConfigError as error:
         raise RunError(str(error)) from None
     try:
         saved = flax.serialization.msgpack_restore(path.read_bytes())
         params = jax.tree.map(lambda x: x[0, seed_index], saved["state"]["params"])
-        is_shape = lambda x: type(x) is tuple
-        target = jax.tree.map(np.zeros, expected, is_leaf=is_shape)
-        params = flax.serialization.from_state_dict(target, params)
+        params = flax.serialization.from_state_dict(expected, params)
     except Exception as error:
         raise RunError(f"{path} is cut short or no checkpoint of {script}: {error!r}") from None
-    if (shapes := jax.tree.map(np.shape, params)) != expected:
-        raise RunError(f"{path} and {about} differ in shape: {shapes} and {expected}")
+    if any(jax.tree.leaves(jax.tree.map(lambda x, y: x.shape != y.shape[2:], params, expected))):
+        raise RunError(f"{path} has parameters of other shapes than those of {about}")
     return module, config, params, seeds
 
 
@@ -83,8 +81,6 @@ def replay(module: ModuleType, config, params, key, film_episodes: int = 0) -> t
 
     An entry holds (key, state before the step, action, reward, done), [film_episodes, ...].
     """
-    import jax
-
     tape, make_env = [], module.make_env
 
     def make_recorded_env(config):
@@ -112,8 +108,6 @@ def replay(module: ModuleType, config, params, key, film_episodes: int = 0) -> t
 
 def episodes_of(tape: list, advance) -> list:
     """For each filmed episode a list of (state, return up to it), the final state included."""
-    import jax
-
     done = np.array([entry[4] for entry in tape])  # [steps, film_episodes]
     episodes = []
     for i, length in enumerate(done.argmax(axis=0) + 1):
@@ -303,7 +297,9 @@ def write_film(film: Path, env_id: str, tape: list, every: int = 1) -> int:
         if step % every == 0 or step == len(episode) - 1
     ]
     if film.suffix == ".mp4":
-        imageio.v3.imwrite(film, np.stack(frames), fps=fps / every, plugin="FFMPEG")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # by which ffmpeg starts
+            imageio.v3.imwrite(film, np.stack(frames), fps=fps / every, plugin="FFMPEG")
         return len(frames)
     # One palette and no dithering: what stands still is the same in all frames and costs nothing.
     sample = np.vstack(frames[:: max(1, len(frames) // 8)])
@@ -343,8 +339,6 @@ def main(words: list[str] | None = None) -> np.ndarray:
     if options.film:
         check_film(options.film, config.env_id)
         make_viewer(config.env_id)
-    import jax
-
     filmed = min(options.film_episodes, options.episodes) if options.film else 0
     returns, tape = replay(module, config, params, jax.random.key(options.seed), filmed)
     print(
