@@ -109,10 +109,11 @@ def replay(module: ModuleType, config, params, key, film_episodes: int = 0) -> t
 def episodes_of(tape: list, advance) -> list:
     """For each filmed episode a list of (state, return up to it), the final state included."""
     done = np.array([entry[4] for entry in tape])  # [steps, film_episodes]
-    episodes = []
+    episodes, advance = [], jax.jit(advance)
     for i, length in enumerate(done.argmax(axis=0) + 1):
         steps = [jax.tree.map(lambda x, i=i: x[i], entry) for entry in tape[:length]]
-        states = [state for _, state, *_ in steps] + [advance(*steps[-1][:3])]
+        final = jax.tree.map(np.asarray, advance(*steps[-1][:3]))
+        states = [state for _, state, *_ in steps] + [final]
         rewards = [0.0] + [float(reward) for *_, reward, _ in steps]
         episodes.append(list(zip(states, np.cumsum(rewards), strict=True)))
     return episodes
