@@ -12,7 +12,7 @@ browser that is online). A film shows every state of an episode, the last one in
 
 import argparse
 import dataclasses
-import importlib
+import importlib.util
 import json
 import math
 import os
@@ -25,6 +25,7 @@ from types import ModuleType
 import flax.serialization
 import imageio.v3
 import jax
+import jax.numpy as jnp
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
@@ -57,6 +58,8 @@ def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int = 0) -> tu
         there = [p.stem for p in sorted(run_dir.glob("*.msgpack"))]
         raise RunError(f"{path} is missing: choose --checkpoint from {there}")
     module = importlib.import_module(script)
+    if not hasattr(module, "make_evaluate"):
+        raise RunError(f"{about} names the script {script!r}, which trains nothing")
     try:
         known = module.Config.__dataclass_fields__
         config = module.Config(**{k: v for k, v in options.items() if k in known})
@@ -140,7 +143,12 @@ def make_viewer(env_id: str) -> tuple:
         draw = lambda state: planes(np.asarray(env.observe(state.time, state, None, params)))
     else:
         raise RunError(f"no film of {env_id}: it has no picture, leave out --film")
-    advance = lambda key, state, action: env.step_env(key, state, action, params)[1]
+    space = env.action_space(params)
+
+    def advance(key, state, action):  # as env.step does, before it resets
+        action = action if hasattr(space, "n") else jnp.clip(action, space.low, space.high)
+        return env.step_env(jax.random.split(key)[0], state, action, params)[1]
+
     return draw, advance, FPS.get(env_id, 30 if env_id in DRAWINGS else 10)
 
 
@@ -173,7 +181,9 @@ def brax_viewer(name: str) -> tuple:
         except Exception as error:
             raise RunError(f"MuJoCo cannot draw here, use --film out.html: {error!r}") from None
 
-    advance = lambda key, state, action: (env.step(state[0], action), state[1] + 1)
+    def advance(key, state, action):
+        return env.step(state[0], jnp.clip(action, -1.0, 1.0)), state[1] + 1
+
     return draw, advance, round(1 / env.dt)
 
 
