@@ -193,9 +193,6 @@ class Rings:
         ahead: jax.Array  # [K] cells from the agent to its goal
         step: jax.Array  # []
 
-    def observation_space(self, agent: str) -> spaces.Box:
-        return spaces.Box(0, 1, (3 + self.agents.index(agent),))
-
     def action_space(self, agent: str) -> spaces.Discrete:
         return spaces.Discrete(3)
 

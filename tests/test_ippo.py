@@ -63,9 +63,6 @@ class Toy:
         self.scale = scale or {}
         self.all_at_once, self.limit, self.haze = all_at_once, limit, haze
 
-    def observation_space(self, name):
-        return spaces.Box(-5, 5, (2,))
-
     def action_space(self, name):
         return spaces.Discrete(3)
 
@@ -117,9 +114,6 @@ class Aim:
 
     class State(NamedTuple):
         step: jax.Array
-
-    def observation_space(self, name):
-        return spaces.Box(0, 1, (1 if name == "one" else 3,))
 
     def action_space(self, name):
         return spaces.Box(-2.0, 4.0, (1 if name == "one" else 2,))
