@@ -165,11 +165,15 @@ def played(run, checkpoint, seed_index, film_episodes=0):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_replayed_returns_are_those_of_the_runs_evaluation(script, runs):
     run = runs(script)
-    summary = json.loads((run / "summary.json").read_text())
     best = flax.serialization.msgpack_restore((run / "best.msgpack").read_bytes())["state"]
-    last = played(run, "last", 1)[0].mean()
-    assert last == pytest.approx(summary["eval_return_per_seed"][1], rel=1e-4)
-    assert played(run, "best", 0)[0].mean() == pytest.approx(best["eval_return"][0, 0], rel=1e-4)
+    assert played(run, "best", 1)[0].mean() == pytest.approx(best["eval_return"][0, 1], rel=1e-4)
+
+
+def test_the_last_policy_is_that_of_the_last_evaluation(runs):
+    summary = json.loads((runs("ppo_ff") / "summary.json").read_text())
+    last = [played(runs("ppo_ff"), "last", seed)[0].mean() for seed in (0, 1)]
+    assert last == pytest.approx(summary["eval_return_per_seed"], rel=1e-4)
+    assert last[0] != last[1]
 
 
 def test_the_tape_holds_whole_episodes(runs):
