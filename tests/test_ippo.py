@@ -5,7 +5,9 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import shutil
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import distrax
@@ -660,13 +662,23 @@ def test_target_kl_stops_every_network_by_itself(use):
         assert_same(of_agent(after), of_agent(plain))
 
 
-@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "rmsprop", "lion", "sgd"])
-def test_an_optimizer_is_that_of_optax(toy, name):
-    """The first step of one epoch of one minibatch, from the gradient that sgd shows."""
-    one = {"actor_epochs": 1, "critic_epochs": 1, "num_minibatches": 1, "anneal_lr": False}
-    one |= {"max_grad_norm": 1e9, "actor_lr": 0.25, "critic_lr": 0.5}
-    before, plain, _ = train(small(**one, optimizer="sgd"), num_updates=1)
-    _, after, _ = train(small(**one, optimizer=name), num_updates=1)
+ONE = {"actor_epochs": 1, "critic_epochs": 1, "num_minibatches": 1, "anneal_lr": False}
+ONE |= {"max_grad_norm": 1e9, "actor_lr": 0.25, "critic_lr": 0.5, "optimizer": "sgd"}
+
+
+@pytest.fixture(scope="module")
+def sgd_step():
+    """Before and after one step, which shows the gradient."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ippo, "load_env", lambda env_id: Toy(3))
+        return train(small(**ONE), num_updates=1)[:2]
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw", "nadam", "rmsprop", "lion"])
+def test_an_optimizer_is_that_of_optax(toy, sgd_step, name):
+    """The first step of one epoch of one minibatch."""
+    before, plain = sgd_step
+    _, after, _ = train(small(**{**ONE, "optimizer": name}), num_updates=1)
     for part, lr in (("actor", 0.25), ("critic", 0.5)):
         grads = jax.tree.map(lambda x, y, lr=lr: (x - y) / lr, before.params, plain.params)[part]
         options = {"eps": 1e-5} if name in ("adam", "adamw", "nadam") else {}
@@ -731,11 +743,20 @@ def words(config):
     return [w for name, value in pairs.items() for w in (f"--{name}", value)]
 
 
-@pytest.fixture
-def run(toy, monkeypatch, tmp_path):
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
     """A finished run of two seeds."""
-    command(monkeypatch, *words(small()), "--num-seeds", 2, "--run-dir", tmp_path / "run")
-    return tmp_path / "run"
+    path = tmp_path_factory.mktemp("ippo") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ippo, "load_env", lambda env_id: Toy(3))
+        command(patch, *words(small()), "--num-seeds", 2, "--run-dir", path)
+    return path
+
+
+@pytest.fixture
+def run(toy, finished, tmp_path):
+    """A copy of it."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def test_a_run_evaluates_at_step_0_and_on_one_key(run):
