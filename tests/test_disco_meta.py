@@ -1,0 +1,98 @@
+"""disco_meta.py: that it meta-learns at all, and that its copies of disco.py's parts are copies."""
+
+import inspect
+
+import jax
+import numpy as np
+import pytest
+
+import disco
+import disco_meta
+
+SHARED = "make_catch lstm_cell dense Agent random_weights linear embed mix_actions compute_retrace "
+SHARED += "compute_vtrace compute_values make_features look_back lifetime_input discovered_rule "
+SHARED += "kl_divergence value_loss mean_loss disco_loss update_moments mean_and_std unsquash"
+SMALL = {
+    "env_id": "Catch-3x3",
+    "num_envs": 3,
+    "num_steps": 4,
+    "valid_steps": 5,
+    "hidden_size": 8,
+    "feature_size": 8,
+    "model_size": 4,
+    "branch_size": 4,
+}
+
+
+@pytest.mark.parametrize("name", SHARED.split())
+def test_the_rule_is_that_of_disco(name):
+    sources = {inspect.getsource(getattr(module, name)) for module in (disco, disco_meta)}
+    assert len(sources) == 1
+
+
+@pytest.fixture(autouse=True)
+def quick_compilation():
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+def test_the_update_of_an_agent_is_that_of_disco():
+    """With the meta-gradient's own optimizer, the agent still moves as disco.learn moves it."""
+    config = disco_meta.Config(**SMALL)
+    sizes = {name: SMALL[name] for name in SMALL if name.endswith("_size")}
+    plain = disco.Config(**sizes, lr=config.lr, weights="random")
+    weights = disco.random_weights(0)
+    state = start(config, weights, 1)[0]
+    learner = jax.tree.map(lambda x: x[0, 0], state.agents.learner)
+    keys = jax.random.split(jax.random.key(1), 4)
+    shape = (4, 3)
+    batch = disco.Transition(
+        jax.random.bernoulli(keys[0], 0.2, (*shape, 3, 3, 1)),
+        jax.random.randint(keys[1], shape, 0, 3),
+        jax.random.normal(keys[2], (*shape, 3)),
+        jax.random.normal(keys[3], shape),
+        jax.random.bernoulli(keys[3], 0.3, shape),
+        jax.random.bernoulli(keys[2], 0.3, shape),
+    )
+    agent, optimizer = disco.Agent(3, plain), disco.make_optimizer(plain)
+    runner = disco.RunnerState(**dict.fromkeys(disco.RunnerState._fields))._replace(
+        params=learner.params,
+        target_params=learner.target_params,
+        opt_state=optimizer.init(learner.params),
+        meta=disco.MetaState(*learner.meta),
+    )
+
+    def both(batch):
+        expected, _ = disco.learn(runner, batch, weights, agent, optimizer, plain)
+        critic = disco_meta.Critic()
+        found, _ = disco_meta.inner_update(weights, learner, batch, agent, critic, config)
+        return found, expected
+
+    one = jax.vmap(both, axis_name="devices")
+    found, expected = jax.jit(one)(jax.tree.map(lambda x: x[None], batch))
+    for name in ("params", "target_params", "meta"):
+        pairs = zip(
+            jax.tree.leaves(getattr(found, name)),
+            jax.tree.leaves(getattr(expected, name)),
+            strict=True,
+        )
+        for x, y in pairs:
+            np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def start(config, weights, steps):
+    init, train = disco_meta.make_train(config, steps)
+    return init(jax.random.split(jax.random.key(0), jax.device_count()), weights), train
+
+
+def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
+    path = tmp_path / "meta.npz"
+    config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=2, output=str(path))
+    weights = disco_meta.main(config)
+    before = disco.random_weights(0)
+    unchanged = [name for name in before if (weights[name] == before[name]).all()]
+    assert unchanged == []
+    assert disco.load_weights(str(path)).keys() == before.keys()
+    rows = path.with_suffix(".csv").read_text().splitlines()
+    assert len(rows) == 3 and "nan" not in rows[2]
