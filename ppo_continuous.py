@@ -551,7 +551,8 @@ def make_evaluate(config: Config) -> Callable:
 # -------------------------------------------------------------------------------------------- main
 def identity(config: Config) -> dict[str, Any]:
     """What a checkpoint must have in common with the run that continues it."""
-    outside = r"run_dir|resume|track|wandb_.*|distributed|coordinator|num_processes|process_id"
+    outside = "run_dir|resume|checkpoint_every|track|wandb_.*"
+    outside += "|distributed|coordinator|num_processes|process_id"
     options = {k: v for k, v in vars(config).items() if not re.fullmatch(outside, k)}
     return {"script": SCRIPT, "num_devices": jax.device_count(), **options}
 
@@ -589,7 +590,8 @@ def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         last, best = load(run_dir / "last.msgpack", config), {}
         if (run_dir / "best.msgpack").exists():
             best = load(run_dir / "best.msgpack", config)
-        if last["update"].max() == config.num_updates:
+        is_last = last["update"].max() == config.num_updates
+        if is_last and (run_dir / "summary.json").exists():
             raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
         if jax.process_index() > 0:
             return run_dir, last, best
@@ -638,12 +640,13 @@ def plot_curve(run_dir: Path, config: Config) -> None:
     """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
     table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", skip_header=1)
     table = table.reshape(-1, config.num_seeds, len(COLUMNS.split()))  # NaN where empty
+    env_steps = table[:, 0, COLUMNS.split().index("env_steps")]
     axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
     for name, style in (("episode/return", "-"), ("eval/return", "o--")):
         returns = table[:, :, COLUMNS.split().index(name)]  # [updates, S]
         measured = np.flatnonzero(np.isfinite(returns).all(axis=1))
         parts = [rows for rows in np.array_split(measured, 100) if len(rows)]
-        steps = np.array([table[rows, 0, 2].mean() for rows in parts])
+        steps = np.array([env_steps[rows].mean() for rows in parts])
         curve = np.array([returns[rows].mean(axis=0) for rows in parts]).reshape(-1, table.shape[1])
         mean, spread = curve.mean(axis=1), curve.std(axis=1)
         axes.plot(steps, mean, style, label=name)
@@ -702,6 +705,7 @@ def main(config: Config) -> dict[str, Any]:
     first = int(last["update"].max())
     sizes = {"total": config.num_updates * config.batch_size, "initial": first * config.batch_size}
     bar = tqdm.tqdm(**sizes, unit=" steps", unit_scale=True, disable=jax.process_index() > 0)
+    update, broken = first, []
     for update in range(first + per_call, config.num_updates + 1, per_call):
         call_start = time.perf_counter()
         state, metrics = train(state)
@@ -747,6 +751,8 @@ def main(config: Config) -> dict[str, Any]:
         print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
         sys.exit(128 + max([0, *signals]))
 
+    if first == config.num_updates:  # it was killed behind its last checkpoint
+        returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
     # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485): ten times as many new episodes.
     params = flax.serialization.from_state_dict(state.params, best["params"])
     params = jax.tree.map(lambda x: x[0], params)
@@ -763,7 +769,7 @@ def main(config: Config) -> dict[str, Any]:
         "eval_episodes": config.eval_episodes,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "steps_per_second": (sizes["total"] - sizes["initial"]) * seeds / train_seconds,
+        "steps_per_second": (sizes["total"] - sizes["initial"]) * seeds / max(train_seconds, 1e-9),
         "device": jax.devices()[0].device_kind,
         "num_devices": devices,
         "absolute_return_mean": float(np.mean(absolute)),

@@ -80,6 +80,24 @@ def test_a_killed_run_resumes_to_the_same_bits(module, tmp_path):
     assert learned(killed) == learned(twin)
 
 
+def test_a_run_killed_behind_its_last_checkpoint_still_gets_its_summary(module, tmp_path):
+    """During the ten-fold evaluation, or while the summary is written."""
+    config, path = tiny(module, num_seeds=2), tmp_path / "run"
+    code, _, err = run(module, *flags(config), "--run-dir", path)
+    assert code == 0, err
+    before, summary = learned(path), json.loads((path / "summary.json").read_text())
+    (path / "summary.json").unlink()
+    (path / "learning_curve.png").unlink()
+    code, _, err = run(module, "--resume", path, "--checkpoint-every", 2)
+    assert code == 0, err
+    assert learned(path) == before and (path / "learning_curve.png").exists()
+    again = json.loads((path / "summary.json").read_text())
+    clock = {"compile_seconds", "train_seconds", "steps_per_second"}
+    assert {k: v for k, v in again.items() if k not in clock} == {
+        k: v for k, v in summary.items() if k not in clock
+    }
+
+
 # ------------------------------------------------------------------------------------------- space
 def test_a_full_disk_is_an_error_and_spares_the_checkpoint(module, tmp_path, handlers):
     path = tmp_path / "run"
