@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, load_script, tiny
-from test_cli import checkpoint, flags, learned, read_rows, run
+from test_cli import checkpoint, compile_once, flags, learned, read_rows, run  # noqa: F401
 
 FAST = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "JAX_PLATFORMS": "cpu"}
 
@@ -51,7 +51,7 @@ def rows_written(run_dir):
 
 
 # ------------------------------------------------------------------------------------------ killed
-def test_a_killed_run_resumes_to_the_same_bits(module, tmp_path):
+def test_a_killed_run_resumes_to_the_same_bits(module, compile_once, tmp_path):  # noqa: F811
     """SIGKILL at a random moment, then SIGINT at a random moment, against a run left in peace."""
     chance = random.Random(module.SCRIPT)
     sizes = {"total_timesteps": 4800, "num_calls": 300, "num_evals": 3}
@@ -80,9 +80,13 @@ def test_a_killed_run_resumes_to_the_same_bits(module, tmp_path):
     assert learned(killed) == learned(twin)
 
 
-def test_a_run_killed_behind_its_last_checkpoint_still_gets_its_summary(module, tmp_path):
+def test_a_run_killed_behind_its_last_checkpoint_still_gets_its_summary(
+    module,
+    compile_once,  # noqa: F811
+    tmp_path,
+):
     """During the ten-fold evaluation, or while the summary is written."""
-    config, path = tiny(module, num_seeds=2), tmp_path / "run"
+    config, path = tiny(module, num_seeds=2, num_evals=4, lr=1e-2), tmp_path / "run"
     code, _, err = run(module, *flags(config), "--run-dir", path)
     assert code == 0, err
     before, summary = learned(path), json.loads((path / "summary.json").read_text())
@@ -99,7 +103,8 @@ def test_a_run_killed_behind_its_last_checkpoint_still_gets_its_summary(module, 
 
 
 # ------------------------------------------------------------------------------------------- space
-def test_a_full_disk_is_an_error_and_spares_the_checkpoint(module, tmp_path, handlers):
+def test_a_full_disk_is_an_error_and_spares_the_checkpoint(tmp_path, handlers):
+    module = load_script("ppo_ff")  # `save` and `main` are the same in every script
     path = tmp_path / "run"
     config = tiny(module, total_timesteps=1600, num_calls=100)
     words = [*flags(config), "--run-dir", path]
@@ -164,7 +169,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_finite_state(module, tmp_p
 
 
 # ---------------------------------------------------------------------------------- best of all
-def test_best_is_what_was_evaluated_and_is_evaluated_again(module, tmp_path):
+def test_best_is_what_was_evaluated_and_is_evaluated_again(module, compile_once, tmp_path):  # noqa: F811
     """best.msgpack holds the state at the evaluation with the highest return of each seed."""
     config = tiny(module, num_seeds=2, num_evals=4, lr=1e-2)
     states, save = {}, module.save
@@ -202,7 +207,8 @@ def test_best_is_what_was_evaluated_and_is_evaluated_again(module, tmp_path):
     assert summary["absolute_return_mean"] == pytest.approx(float(np.mean(returns)), rel=1e-5)
 
 
-def test_checkpoint_every_is_the_calls_between_checkpoints(module, tmp_path):
+def test_checkpoint_every_is_the_calls_between_checkpoints(tmp_path):
+    module = load_script("ppo_ff")
     config = tiny(module, num_calls=8, num_evals=1, checkpoint_every=3)
     saved, save = [], module.save
 
@@ -225,8 +231,19 @@ def free_port():
 
 
 def start_two(script, words):
+    """Two processes that give up on each other after 20 seconds, not after the usual 100."""
     place = ["--distributed", "--coordinator", f"localhost:{free_port()}", "--num-processes", 2]
-    return [start_process(script, [*words, *place, "--process-id", i]) for i in (0, 1)]
+    code = "import functools, jax, runpy, sys; sys.argv = sys.argv[1:]\n"
+    code += (
+        "initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=20)\n"
+    )
+    code += (
+        "jax.distributed.initialize = initialize\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    file = str(ROOT / f"{script}.py")
+    command = [sys.executable, "-W", "ignore", "-c", code, file, *map(str, [*words, *place])]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": FAST}
+    return [subprocess.Popen([*command, "--process-id", str(i)], **pipes) for i in (0, 1)]
 
 
 def test_two_processes_learn_what_two_devices_learn(tmp_path):
