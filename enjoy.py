@@ -21,12 +21,14 @@ import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import flax.serialization
 import imageio.v3
 import jax
 import jax.numpy as jnp
 import numpy as np
+import wandb
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent
@@ -321,6 +323,14 @@ def write_film(film: Path, env_id: str, tape: list, every: int = 1) -> int:
     return len(frames)
 
 
+def upload(film: Path, run_dir: Path, config: Any) -> None:
+    """Add the film to the artifacts of the run at Weights & Biases."""
+    place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
+    wandb.init(**place, id=run_dir.name, resume="allow")
+    wandb.log_artifact(str(film), name=film.stem, type="film")
+    wandb.finish()
+
+
 # -------------------------------------------------------------------------------------------- main
 def main(words: list[str] | None = None) -> np.ndarray:
     """Returns the returns [episodes]. Raises RunError for a wrong input."""
@@ -360,6 +370,8 @@ def main(words: list[str] | None = None) -> np.ndarray:
     if options.film:
         frames = write_film(options.film, config.env_id, tape, options.every)
         print(f"{frames} frames written to {options.film}")
+        if config.track:
+            upload(options.film, options.run_dir, config)
     return returns
 
 

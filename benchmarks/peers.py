@@ -133,7 +133,7 @@ def xland(path, script, options, steps_per_call, calls):
     config = xland.TrainConfig(
         num_envs=options["num_envs"],
         num_minibatches=options["num_minibatches"],
-        obs_emb_dim=options["embedding_size"],
+        obs_emb_dim=options["embedding_size"] // 2,  # tile and colour each
         rnn_hidden_dim=64,
         head_hidden_dim=64,
         total_timesteps=steps,

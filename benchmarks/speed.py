@@ -14,12 +14,15 @@ import argparse
 import importlib
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
+PARENT_TIME = "the time when the process is started"
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
@@ -42,9 +45,11 @@ WORK = {  # name: script and configuration
     "Pendulum, statistics": ("ppo_obs_norm", PENDULUM),
     "Empty-6x6 GRU 64": (
         "ppo_rnn",
-        {"num_envs": 256, "num_minibatches": 8, "embedding_size": 16, "conv_size": 16},
+        {"num_envs": 256, "num_minibatches": 8, "embedding_size": 32, "conv_size": 16},
     ),
     "Empty-6x6 GRU 128": ("ppo_rnn", {"num_envs": 1024, "hidden_size": 128}),
+    "rings": ("ippo", {"env_id": "rings"}),
+    "Catch 8x8, random rule": ("disco", {"weights": "random"}),
 }
 PEERS = {  # name of the work: the peers that do the same
     "CartPole 4 envs": ["purejaxrl", "rejax"],
@@ -88,6 +93,60 @@ def ours(script, options, steps_per_call, calls):
 
     steps = updates * config.batch_size * config.num_seeds
     return compile_seconds, steps, timed_calls(call, calls)
+
+
+def start(script, options, parent_time):
+    """Seconds from the start of the process to the end of its first update."""
+    import jax
+
+    module = importlib.import_module(script)
+    config = module.resolve(module.Config(**{"total_timesteps": 10**9, **options}))
+    init, train = module.make_train(config, 1)
+    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    jax.block_until_ready(train(state))
+    return time.time() - parent_time, 1, [1.0]
+
+
+def count_products(jaxpr):
+    """FLOP of all matrix products in a program without loops over data."""
+    import jax
+    import numpy as np
+
+    flop = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            left, right = (x.aval.shape for x in equation.invars)
+            length = np.prod([left[i] for i in contracted])
+            flop += 2 * length * np.prod(equation.outvars[0].aval.shape)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                flop += equation.params.get("length", 1) * count_products(inner)
+    return float(flop)
+
+
+def model_flop(script, options, num_envs=8):
+    """FLOP of the matrix products that one environment step needs.
+
+    F (1 + 3 E): one pass of the network in the rollout; in each of the E epochs one more, and twice
+    as much for the gradients with respect to activations and weights.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    module = importlib.import_module(script)
+    config = module.resolve(module.Config(**options))
+    reset, _, actions = module.make_env(config)
+    obs, _ = jax.eval_shape(reset, jax.random.split(jax.random.key(0), num_envs))
+    network, args = module.ActorCritic(actions, config), (obs,)
+    if script == "ppo_rnn":
+        hidden = jnp.zeros((num_envs, config.hidden_size))
+        obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), obs)
+        args = (obs, hidden, jnp.zeros((1, num_envs), bool))
+    params = jax.eval_shape(network.init, jax.random.key(0), *args)
+    forward = count_products(jax.make_jaxpr(network.apply)(params, *args).jaxpr) / num_envs
+    return 0.0, forward * (1 + 3 * config.update_epochs), [1.0]
 
 
 def environment(script, options, steps_per_call, calls):
@@ -179,6 +238,8 @@ def in_a_process(*args, devices=1, cache=None):
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     if cache:
         env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
+        env["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    args = [time.time() if arg == PARENT_TIME else arg for arg in args]
     command = [sys.executable, "-W", "ignore", __file__, "--measure", json.dumps(args)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     if result.returncode:
@@ -215,30 +276,39 @@ def header(title):
 
 
 def scripts_table(args):
-    header("Scripts and their ceilings")
+    header("Ceilings of the machine")
     table = {}
-    for name, (script, options) in WORK.items():
-        whole = merge([in_a_process("ours", script, options, args.steps, args.calls)])
-        env = merge([in_a_process("environment", script, options, args.steps, args.calls)])
-        mixing = merge([in_a_process("shuffling", script, options, args.steps, args.calls)])
-        more = {**options, "update_epochs": 2 * options.get("update_epochs", 1)}
-        double = merge([in_a_process("ours", script, more, args.steps, args.calls)])
-        table[name] = {"training": whole, "environment": env, "shuffle": mixing, "double": double}
-        # Twice the epochs cost one more update; what is left is the rollout with the advantages.
-        update = 1 / double["median"] - 1 / whole["median"]
-        shuffle = min(1 / mixing["median"], update)
-        share = lambda seconds, total=1 / whole["median"]: f"{seconds / total:.0%}"
-        note = f"update {share(update - shuffle)}, shuffle {share(shuffle)}, "
-        note += f"rollout and advantages {share(1 / whole['median'] - update)}, "
-        note += f"of which environment {share(1 / env['median'])}"
-        row(f"{script}: {name}", whole, note)
     for dtype in ("float32", "bfloat16"):
-        peak = merge([in_a_process("matrix_product", dtype, 2048, args.calls)])
-        table[f"2048^3 product, {dtype}"] = peak
-        gflops = {
-            key: value / 1e9 for key, value in peak.items() if key in ("median", "min", "max")
-        }
-        row(f"2048³ product, {dtype}, GFLOP/s", {**peak, **gflops})
+        table[dtype] = merge([in_a_process("matrix_product", dtype, 2048, args.calls)])
+        gflops = {key: table[dtype][key] / 1e9 for key in ("median", "min", "max")}
+        row(f"2048³ product, {dtype}, GFLOP/s", {**table[dtype], **gflops})
+    header("Scripts")
+    for name, (script, options) in WORK.items():
+        table[name] = result = {}
+        steps = args.steps // 20 if script == "disco" else args.steps
+        result["training"] = merge([in_a_process("ours", script, options, steps, args.calls)])
+        seconds = 1 / result["training"]["median"]  # of a step
+        with tempfile.TemporaryDirectory() as cache:
+            arguments = ("start", script, options, PARENT_TIME)
+            cold, warm = (in_a_process(*arguments, cache=cache)["compile"] for _ in range(2))
+        result["start"] = {"cold": cold, "warm": warm}
+        note = f"first update after {cold:.1f} s, {warm:.1f} s with a warm cache"
+        if script.startswith("ppo_"):
+            arguments = (script, options, steps, args.calls)
+            result["environment"] = merge([in_a_process("environment", *arguments)])
+            result["shuffle"] = merge([in_a_process("shuffling", *arguments)])
+            twice = {**options, "update_epochs": 2 * options.get("update_epochs", 1)}
+            result["twice"] = merge([in_a_process("ours", script, twice, steps, args.calls)])
+            result["flop"] = in_a_process("model_flop", script, options)["rates"][0]
+            # Twice the epochs cost one more update; what is left is rollout and advantages.
+            update = 1 / result["twice"]["median"] - seconds
+            shuffle = min(1 / result["shuffle"]["median"], update)
+            note += f"; update {(update - shuffle) / seconds:.0%}, shuffle {shuffle / seconds:.0%},"
+            note += f" rollout and advantages {1 - update / seconds:.0%}, of which environment"
+            note += f" {1 / result['environment']['median'] / seconds:.0%}"
+            share = result["flop"] / seconds / table["float32"]["median"]
+            note += f"; {result['flop'] / 1e6:.3g} MFLOP a step, {share:.0%} of the product's peak"
+        row(f"{script}: {name}", result["training"], note)
     return table
 
 
@@ -293,11 +363,16 @@ def main():
     parser.add_argument("--scaling", action="store_true", help="measure how speed scales")
     parser.add_argument("--thorough", action="store_true", help="every power of two")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=DIR", help="see peers.md")
+    parser.add_argument(
+        "--only", default="", help="works whose name contains this, with | a choice"
+    )
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         return measure(*args.measure)
+    for name in [name for name in WORK if not re.search(args.only, name)]:
+        del WORK[name]
     if args.peers:
         tables = peers_table(args, {n: Path(d) for n, d in (p.split("=") for p in args.peers)})
     else:

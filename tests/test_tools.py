@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import types
 
 import flax.serialization
 import imageio.v3
@@ -218,6 +219,24 @@ def test_a_film_shows_every_state(script, name, every, runs, tmp_path, monkeypat
     out = capsys.readouterr().out
     assert f"return {returns.mean():.4g} ± {returns.std():.3g} over 3 episode(s)" in out
     assert f"{frames} frames written to {film}" in out
+
+
+def test_the_film_of_a_tracked_run_is_its_artifact(runs, tmp_path, monkeypatch):
+    calls, run_dir, film = [], tmp_path / "tracked", tmp_path / "out.gif"
+    shutil.copytree(runs("ppo_ff"), run_dir)
+    about = json.loads((run_dir / "config.json").read_text())
+    about |= {"track": True, "wandb_project": "a project"}
+    (run_dir / "config.json").write_text(json.dumps(about))
+    wandb = types.SimpleNamespace(
+        init=lambda **options: calls.append((options["project"], options["id"])),
+        log_artifact=lambda path, name, type: calls.append((path, name, type)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setattr(enjoy, "wandb", wandb)
+    enjoy.main([str(run_dir), "--episodes", "1"])
+    assert calls == []
+    enjoy.main([str(run_dir), "--episodes", "1", "--film", str(film)])
+    assert calls == [("a project", "tracked"), (str(film), "out", "film"), "finish"]
 
 
 @pytest.mark.parametrize(
