@@ -960,6 +960,7 @@ def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
             raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
         if jax.process_index() > 0:
             return run_dir, last, best
+        (run_dir / "summary.json").unlink(missing_ok=True)  # of a shorter training
         lines = (run_dir / "metrics.csv").read_text().splitlines()
         whole = [line for line in lines[1:] if line.count(",") == COLUMNS.count(" ")]
         kept = [line for line in whole if int(line.split(",")[0]) <= last["update"].max()]

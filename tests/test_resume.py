@@ -230,18 +230,19 @@ def free_port():
         return s.getsockname()[1]
 
 
+IMPATIENT = """
+import functools, jax, runpy, sys
+initialize = jax.distributed.initialize
+jax.distributed.initialize = functools.partial(initialize, heartbeat_timeout_seconds=20)
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""  # two processes give up on each other after 20 seconds, not after the usual 100
+
+
 def start_two(script, words):
-    """Two processes that give up on each other after 20 seconds, not after the usual 100."""
     place = ["--distributed", "--coordinator", f"localhost:{free_port()}", "--num-processes", 2]
-    code = "import functools, jax, runpy, sys; sys.argv = sys.argv[1:]\n"
-    code += (
-        "initialize = functools.partial(jax.distributed.initialize, heartbeat_timeout_seconds=20)\n"
-    )
-    code += (
-        "jax.distributed.initialize = initialize\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    )
     file = str(ROOT / f"{script}.py")
-    command = [sys.executable, "-W", "ignore", "-c", code, file, *map(str, [*words, *place])]
+    command = [sys.executable, "-W", "ignore", "-c", IMPATIENT, file, *map(str, [*words, *place])]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": FAST}
     return [subprocess.Popen([*command, "--process-id", str(i)], **pipes) for i in (0, 1)]
 
