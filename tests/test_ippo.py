@@ -835,7 +835,12 @@ def test_an_unknown_best_metric(toy):
 def test_a_finished_run_goes_on_with_a_larger_budget(run, monkeypatch):
     before = rows_of(run / "metrics.csv")
     sizes = ["--num-envs", 4, "--num-steps", 8]  # as before: the defaults are larger than this
-    command(monkeypatch, "--resume", run, *sizes, "--total-timesteps", 32 * 7)
+    words = ["--resume", run, *sizes, "--total-timesteps", 32 * 7]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(ippo, "make_train", lambda *_: 1 / 0)
+        command(patch, *words)
+    assert not (run / "summary.json").exists()  # of the smaller budget
+    command(monkeypatch, *words)
     after = rows_of(run / "metrics.csv")
     assert after[: len(before)] == before
     assert [int(r["update"]) for r in after[::2]] == list(range(8))
@@ -843,6 +848,12 @@ def test_a_finished_run_goes_on_with_a_larger_budget(run, monkeypatch):
     updates = [int(r["update"]) for r in rows_of(run / "evaluations.csv")]
     assert sorted({*updates})[:3] == [0, 2, 4] and max(updates) == 7
     assert updates == sorted(updates)
+
+    (run / "summary.json").unlink()  # as if killed behind the last checkpoint
+    command(monkeypatch, *words)
+    assert rows_of(run / "metrics.csv") == after
+    assert [int(r["update"]) for r in rows_of(run / "evaluations.csv")] == updates
+    assert json.loads((run / "summary.json").read_text())["env_steps"] == 32 * 7
 
 
 def test_a_smaller_budget_does_not_undo_a_run(run, monkeypatch, capsys):
