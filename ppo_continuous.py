@@ -27,6 +27,7 @@ Shapes: T steps, N environments and B minibatch per device, A actions, D devices
 # ]
 # ///
 
+import contextlib
 import dataclasses
 import difflib
 import json
@@ -35,7 +36,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -96,12 +97,12 @@ class Config:
     seed: int = 0  # of everything random
     num_seeds: int = 1  # agents trained side by side in the one program
     num_calls: int = 100  # calls of the compiled program; files and progress wait for the next one
-    checkpoint_every: int = 5  # calls between two checkpoints; evaluations write one too
     num_evals: int = 10  # evaluations at equal distances, the last one of the final policy
     eval_episodes: int = 128  # full episodes in each evaluation
     eval_greedy: bool = False  # evaluate the most likely action instead of a sampled one
     run_dir: str = ""  # folder to write; empty: runs/<script>__<env_id>__seed<seed>__<time>
     resume: str = ""  # folder of an interrupted run to finish, with the options it had
+    checkpoint_every: int = 5  # calls between two checkpoints; evaluations write one too
     track: bool = False  # send metrics and config to Weights & Biases
     wandb_project: str = "ppo"  # where --track sends them
     wandb_entity: str | None = None  # user or team that owns the project
@@ -549,17 +550,13 @@ def make_evaluate(config: Config) -> Callable:
 
 
 # -------------------------------------------------------------------------------------------- main
-def identity(config: Config) -> dict[str, Any]:
-    """What a checkpoint must have in common with the run that continues it."""
-    outside = "run_dir|resume|checkpoint_every|track|wandb_.*"
-    outside += "|distributed|coordinator|num_processes|process_id"
-    options = {k: v for k, v in vars(config).items() if not re.fullmatch(outside, k)}
-    return {"script": SCRIPT, "num_devices": jax.device_count(), **options}
+def describe(config: Config) -> dict[str, Any]:
+    return {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
 
 
 def save(path: Path, config: Config, state: dict[str, Any]) -> None:
     """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
-    content = flax.serialization.to_bytes({"config": identity(config), "state": state})
+    content = flax.serialization.to_bytes({"config": describe(config), "state": state})
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         try:
@@ -569,87 +566,76 @@ def save(path: Path, config: Config, state: dict[str, Any]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def load(path: Path, config: Config) -> dict[str, Any]:
-    """The state that `save` wrote. Raises ConfigError if it is damaged or another run's."""
+def load(path: Path, config: Config | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options and the state that `save` wrote. Raises ConfigError: damaged, or not config's."""
     try:
         saved = flax.serialization.msgpack_restore(path.read_bytes())
-        owner, state = saved["config"], saved["state"]
+        options, state = saved["config"], saved["state"]
     except Exception as error:
         raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
-    for name, value in identity(config).items():
-        if owner.get(name) != value:
-            raise ConfigError(f"{path} has {name} = {owner.get(name)}, this run has {value}")
-    return state
+    for name, value in describe(config).items() if config else ():
+        if name == "run_dir":  # what follows does not change the result
+            break
+        if options.get(name) != value:
+            raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
+    return options, state
 
 
 def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     """Returns the run folder and, to continue, its last and best state. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
+    last, best, update = {}, {}, 0
     if config.resume:
-        last, best = load(run_dir / "last.msgpack", config), {}
+        _, last = load(run_dir / "last.msgpack", config)
         if (run_dir / "best.msgpack").exists():
-            best = load(run_dir / "best.msgpack", config)
-        is_last = last["update"].max() == config.num_updates
-        if is_last and (run_dir / "summary.json").exists():
+            _, best = load(run_dir / "best.msgpack", config)
+        update = last["update"].max()
+        if update == config.num_updates and (run_dir / "summary.json").exists():
             raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
-        if jax.process_index() > 0:
-            return run_dir, last, best
-        (run_dir / "summary.json").unlink(missing_ok=True)  # of a shorter training
-        lines = (run_dir / "metrics.csv").read_text().splitlines()
-        whole = [line for line in lines[1:] if line.count(",") == COLUMNS.count(" ")]
-        kept = [line for line in whole if int(line.split(",")[0]) <= last["update"].max()]
-        (run_dir / "metrics.csv").write_text("\n".join([lines[0], *kept, ""]))
-        return run_dir, last, best
-    if (run_dir / "last.msgpack").exists():
+    elif (run_dir / "last.msgpack").exists():
         raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
     if jax.process_index() > 0:
-        return run_dir, {}, {}
+        return run_dir, last, best
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
-        about = {"versions": versions, "device": jax.devices()[0].device_kind}
-        about = {**identity(config), **vars(config), **about}
+        about = {**describe(config), "versions": versions, "device": jax.devices()[0].device_kind}
         (run_dir / "config.json").write_text(json.dumps(about, indent=2))
-        (run_dir / "metrics.csv").write_text(COLUMNS.replace(" ", ",") + "\n")
+        table, rows = run_dir / "metrics.csv", update * config.num_seeds
+        lines = table.read_text().splitlines()[1 : 1 + rows] if rows else []
+        table.write_text("\n".join([COLUMNS.replace(" ", ","), *lines, ""]))
     except OSError as error:
         raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
-    return run_dir, {}, {}
+    return run_dir, last, best
 
 
-def best_of(new: dict[str, Any], old: dict[str, Any]) -> dict[str, Any]:
-    """For each seed the state with the higher evaluation return."""
-    better = new["eval_return"] > old["eval_return"]  # [D, S]
-    pick = lambda x, y: np.where(better.reshape(better.shape + (1,) * (x.ndim - 2)), x, y)
-    return jax.tree.map(pick, new, old)
-
-
-def write_rows(run_dir: Path, config: Config, rows: list[dict[str, float]]) -> None:
-    """Append rows to metrics.csv, and send them to Weights & Biases as one series per seed."""
+def write_rows(run_dir: Path, config: Config, update: int, metrics: dict[str, np.ndarray]) -> None:
+    """Append the last updates, [updates, S], to metrics.csv and send them to Weights & Biases."""
     if jax.process_index() > 0:
         return
     with open(run_dir / "metrics.csv", "a") as file:
-        for row in rows:
+        for i, seed in np.ndindex(metrics["time/sps"].shape):
+            number = update + 1 + i - len(metrics["time/sps"])
+            row = {"update": number, "seed": seed, "env_steps": number * config.batch_size}
+            row |= {k: float(x[i, seed]) for k, x in metrics.items() if np.isfinite(x[i, seed])}
             file.write(",".join(str(row.get(name, "")) for name in COLUMNS.split()) + "\n")
-    for row in rows if config.track else ():
-        suffix = f"/seed{row['seed']}" if config.num_seeds > 1 else ""
-        measured = {name + suffix: x for name, x in row.items() if "/" in name}
-        wandb.log(measured, step=row["env_steps"])
+            if config.track:
+                suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
+                series = {name + suffix: x for name, x in row.items() if "/" in name}
+                wandb.log(series, step=row["env_steps"])
 
 
 def plot_curve(run_dir: Path, config: Config) -> None:
     """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
-    table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", skip_header=1)
-    table = table.reshape(-1, config.num_seeds, len(COLUMNS.split()))  # NaN where empty
-    env_steps = table[:, 0, COLUMNS.split().index("env_steps")]
+    table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", names=True, deletechars="")
     axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
     for name, style in (("episode/return", "-"), ("eval/return", "o--")):
-        returns = table[:, :, COLUMNS.split().index(name)]  # [updates, S]
-        measured = np.flatnonzero(np.isfinite(returns).all(axis=1))
-        parts = [rows for rows in np.array_split(measured, 100) if len(rows)]
-        steps = np.array([env_steps[rows].mean() for rows in parts])
-        curve = np.array([returns[rows].mean(axis=0) for rows in parts]).reshape(-1, table.shape[1])
-        mean, spread = curve.mean(axis=1), curve.std(axis=1)
+        steps, returns = (table[x].reshape(-1, config.num_seeds) for x in ("env_steps", name))
+        parts = np.array_split(np.flatnonzero(np.isfinite(returns).all(axis=1)), 100)
+        points = [(steps[part].mean(), *returns[part].mean(axis=0)) for part in parts if len(part)]
+        steps, *curves = np.array(points or np.empty((0, 1 + config.num_seeds))).T
+        mean, spread = np.mean(curves, axis=0), np.std(curves, axis=0)
         axes.plot(steps, mean, style, label=name)
         axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
     axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
@@ -657,6 +643,36 @@ def plot_curve(run_dir: Path, config: Config) -> None:
     axes.grid(alpha=0.3)
     axes.legend()
     axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
+
+
+def report(run_dir: Path, config: Config, summary: dict[str, Any]) -> None:
+    """Write summary.json and learning_curve.png, and close the run at Weights & Biases."""
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    plot_curve(run_dir, config)
+    if config.track:
+        wandb.summary.update(summary)
+        for file in (globals().get("__file__"), str(run_dir / "learning_curve.png")):
+            if file:  # a notebook's cell has none
+                wandb.log_artifact(file, name=Path(file).stem, type="file")
+        wandb.finish()
+    print(
+        f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g},"
+        f" {summary['steps_per_second']:,.0f} steps/s, compiled in"
+        f" {summary['compile_seconds']:.1f} s, written to {run_dir}"
+    )
+
+
+@contextlib.contextmanager
+def caught_signals() -> Iterator[list[int]]:
+    """Ctrl-C and SIGTERM are put in a list, for the end of the call. A second one is not caught."""
+    signals = []
+    catch = lambda number, _: signals.append(number) or signal.signal(number, handlers[number])
+    handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield signals
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def main(config: Config) -> dict[str, Any]:
@@ -676,10 +692,12 @@ def main(config: Config) -> dict[str, Any]:
     state = init(keys[jax.process_index()])
     if last:
         place = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
-        state = jax.tree.map(place, flax.serialization.from_state_dict(state, last), state)
+        saved = {name: last[name] for name in state._fields}
+        state = jax.tree.map(place, flax.serialization.from_state_dict(state, saved), state)
 
-    def to_host(state):  # [D, S, ...] over all processes
-        return flax.serialization.to_state_dict(process_allgather(state, tiled=True))
+    def to_host(state, returns):  # [D, S, ...] over all processes
+        arrays = flax.serialization.to_state_dict(process_allgather(state, tiled=True))
+        return {**arrays, "eval_return": np.tile(returns, (devices, 1))}
 
     def local(tree):  # [S, ...], equal on all devices
         return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
@@ -694,66 +712,52 @@ def main(config: Config) -> dict[str, Any]:
     compile_seconds = time.perf_counter() - start
     if config.track and jax.process_index() == 0:
         place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-        wandb.init(**place, id=run_dir.name, resume="allow", config=identity(config))
-    signals = []  # Ctrl-C and SIGTERM wait for the end of the call, a second one does not
-    catch = lambda number, _: signals.append(number) or signal.signal(number, handlers[number])
-    handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
-
+        wandb.init(**place, id=run_dir.name, resume="allow", config=describe(config))
     if not last:
-        last = to_host(state)
+        last = to_host(state, np.full(seeds, -np.inf))
         save(run_dir / "last.msgpack", config, last)
-    best = best or {**last, "eval_return": np.full((devices, seeds), -np.inf)}
-    first = int(last["update"].max())
-    sizes = {"total": config.num_updates * config.batch_size, "initial": first * config.batch_size}
-    bar = tqdm.tqdm(**sizes, unit=" steps", unit_scale=True, disable=jax.process_index() > 0)
-    update, broken = first, []
-    for update in range(first + per_call, config.num_updates + 1, per_call):
-        call_start = time.perf_counter()
-        state, metrics = train(state)
-        metrics = local(metrics)  # [per_call, S]
-        call_seconds = time.perf_counter() - call_start
-        train_seconds += call_seconds
-        rows = []
-        for i, seed in np.ndindex(per_call, seeds):
-            number = update - per_call + i + 1
-            row = {"update": number, "seed": seed, "env_steps": number * config.batch_size}
-            finite = {k: float(x[i, seed]) for k, x in metrics.items() if np.isfinite(x[i, seed])}
-            rows.append(row | finite)
-        for row in rows[-seeds:]:
-            row["time/sps"] = per_call * config.batch_size * seeds / call_seconds
-        broken = [row["update"] for row in rows if "optim/grad_norm" not in row]
-        evals_by = lambda update: update * config.num_evals // config.num_updates
-        is_eval = evals_by(update) > evals_by(update - per_call) and not broken
-        if is_eval:
-            returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
-            for row, value in zip(rows[-seeds:], returns.tolist(), strict=True):
-                row["eval/return"] = value
-        write_rows(run_dir, config, rows)
-        stop = broken or process_allgather(np.array([len(signals)])).any()
-        if not broken and (is_eval or stop or update // per_call % config.checkpoint_every == 0):
-            last = to_host(state)
+    best, returns = best or last, last["eval_return"][0]  # [S]
+    first = update = int(last["update"].max())
+    total, initial = config.num_updates * config.batch_size, first * config.batch_size
+    shown = {"unit": " steps", "unit_scale": True, "disable": jax.process_index() > 0}
+    with caught_signals() as signals, tqdm.tqdm(total=total, initial=initial, **shown) as bar:
+        while update < config.num_updates:
+            update, call_start = update + per_call, time.perf_counter()
+            state, metrics = train(state)
+            metrics = local(metrics)  # [per_call, S]
+            call_seconds = time.perf_counter() - call_start
+            train_seconds += call_seconds
+            metrics["time/sps"], metrics["eval/return"] = np.full((2, per_call, seeds), np.nan)
+            metrics["time/sps"][-1] = per_call * config.batch_size * seeds / call_seconds
+            is_finite = np.isfinite(metrics["optim/grad_norm"]).all(axis=1)  # [per_call]
+            leaves = jax.tree.leaves(local(state.params))  # wrong before their gradient is
+            is_finite[-1] &= all(np.isfinite(x).all() for x in leaves)
+            evals_by = lambda update: update * config.num_evals // config.num_updates
+            is_eval = is_finite.all() and evals_by(update) > evals_by(update - per_call)
             if is_eval:
-                best = best_of({**last, "eval_return": np.tile(returns, (devices, 1))}, best)
-                save(run_dir / "best.msgpack", config, best)
-            save(run_dir / "last.msgpack", config, last)
-        recent = np.mean([row.get("episode/return", np.nan) for row in rows[-seeds:]])
-        progress = f"update {update}/{config.num_updates}, return {recent:.4g}"
-        bar.set_postfix_str(progress, refresh=False)
-        bar.update(per_call * config.batch_size)
-        if stop:
-            break
-    bar.close()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    if broken:
-        name = f"{run_dir}/last.msgpack"
-        sys.exit(f"error: update {broken[0]} is not finite, {name} is from before it: lower --lr")
-    if update < config.num_updates:
-        print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
-        sys.exit(128 + max([0, *signals]))
+                returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
+                metrics["eval/return"][-1] = returns
+            write_rows(run_dir, config, update, metrics)
+            recent = metrics["episode/return"][-1].mean()
+            bar.set_postfix_str(f"update {update}, return {recent:.4g}", refresh=False)
+            bar.update(per_call * config.batch_size)
+            if not is_finite.all():
+                broken = update - per_call + 1 + is_finite.argmin()
+                name = f"{run_dir}/last.msgpack"
+                sys.exit(f"error: update {broken} is not finite, {name} is from before: lower --lr")
+            stop = process_allgather(np.array([len(signals)])).any()
+            if is_eval or stop or update // per_call % config.checkpoint_every == 0:
+                last = to_host(state, returns)
+                if is_eval:  # for each seed, what it has been evaluated best with
+                    better = (last["eval_return"] > best["eval_return"]).T  # [S, D]
+                    pick = lambda new, old, better=better: np.where(better, new.T, old.T).T
+                    best = jax.tree.map(pick, last, best)
+                    save(run_dir / "best.msgpack", config, best)
+                save(run_dir / "last.msgpack", config, last)
+            if stop and update < config.num_updates:
+                print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
+                sys.exit(128 + max([0, *signals]))
 
-    if first == config.num_updates:  # it was killed behind its last checkpoint
-        returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
     # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485): ten times as many new episodes.
     params = flax.serialization.from_state_dict(state.params, best["params"])
     params = jax.tree.map(lambda x: x[0], params)
@@ -761,7 +765,7 @@ def main(config: Config) -> dict[str, Any]:
     summary = {
         "script": SCRIPT,
         "env_id": config.env_id,
-        "env_steps": config.num_updates * config.batch_size,
+        "env_steps": total,
         "num_seeds": seeds,
         "eval_return_mean": float(returns.mean()),
         "eval_return_std": float(returns.std()),
@@ -770,26 +774,13 @@ def main(config: Config) -> dict[str, Any]:
         "eval_episodes": config.eval_episodes,
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "steps_per_second": (sizes["total"] - sizes["initial"]) * seeds / max(train_seconds, 1e-9),
+        "steps_per_second": (total - initial) * seeds / max(train_seconds, 1e-9),
         "device": jax.devices()[0].device_kind,
         "num_devices": devices,
         "absolute_return_mean": float(np.mean(absolute)),
     }
-    if jax.process_index() > 0:
-        return summary
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_curve(run_dir, config)
-    if config.track:
-        wandb.summary.update(summary)
-        for file in (globals().get("__file__"), str(run_dir / "learning_curve.png")):
-            if file:  # a notebook's cell has none
-                wandb.log_artifact(file, name=Path(file).stem, type="file")
-        wandb.finish()
-    print(
-        f"evaluation return {returns.mean():.4g} ± {returns.std():.3g} over {seeds} seed(s),"
-        f" {summary['steps_per_second']:,.0f} steps/s in {train_seconds:.1f} s,"
-        f" compiled in {compile_seconds:.1f} s, written to {run_dir}"
-    )
+    if jax.process_index() == 0:
+        report(run_dir, config, summary)
     return summary
 
 
@@ -800,14 +791,10 @@ def cli() -> None:
     words = [f"{float(word):.0f}" if is_int(word) else word for word in sys.argv[1:]]
     try:
         config = tyro.cli(Config, args=words)
-        if config.resume:  # is enough on its own: the folder knows the other options
-            about = Path(config.resume, "config.json")
-            try:
-                saved = json.loads(about.read_text())
-            except (OSError, ValueError) as error:
-                raise ConfigError(f"{about} is missing or damaged: {error}") from None
-            saved = {k: v for k, v in saved.items() if k in Config.__dataclass_fields__}
-            config = tyro.cli(Config, default=Config(**saved), args=words)
+        if config.resume:  # is enough on its own: the checkpoint knows the other options
+            options, _ = load(Path(config.resume, "last.msgpack"))
+            options = {k: v for k, v in options.items() if k in vars(config)}
+            config = tyro.cli(Config, default=Config(**options), args=words)
         main(config)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)

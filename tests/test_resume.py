@@ -27,14 +27,6 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture
-def handlers():
-    """A run that ends by an error leaves the process, which here goes on."""
-    yield
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
 def start_process(script, words, env=FAST):
     command = [sys.executable, "-W", "ignore", str(ROOT / f"{script}.py"), *map(str, words)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -51,12 +43,10 @@ def rows_written(run_dir):
 
 
 # ------------------------------------------------------------------------------------------ killed
-def test_a_killed_run_resumes_to_the_same_bits(module, compile_once, tmp_path):  # noqa: F811
+def kill_and_resume(module, config, folder):
     """SIGKILL at a random moment, then SIGINT at a random moment, against a run left in peace."""
     chance = random.Random(module.SCRIPT)
-    sizes = {"total_timesteps": 4800, "num_calls": 300, "num_evals": 3}
-    config = tiny(module, **sizes)
-    twin, killed = tmp_path / "twin", tmp_path / "killed"
+    twin, killed = folder / "twin", folder / "killed"
     code, _, err = run(module, *flags(config), "--run-dir", twin)
     assert code == 0, err
 
@@ -78,6 +68,26 @@ def test_a_killed_run_resumes_to_the_same_bits(module, compile_once, tmp_path): 
     code, _, err = run(module, *words)
     assert code == 0, err
     assert learned(killed) == learned(twin)
+
+
+LONG = {"total_timesteps": 4800, "num_calls": 300, "num_evals": 3}  # 300 updates, one a call
+
+
+def test_a_killed_run_resumes_to_the_same_bits(module, compile_once, tmp_path):  # noqa: F811
+    kill_and_resume(module, tiny(module, **LONG), tmp_path)
+
+
+@pytest.mark.parametrize("script", ["ippo", "disco"])
+def test_so_do_the_siblings(script, tmp_path):
+    module = load_script(script)
+    sizes = {"ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2}}
+    sizes["disco"] = {"weights": "random", "num_steps": 8, "replay_batch": 4, "replay_size": 6}
+    sizes["disco"] |= {"feature_size": 8, "model_size": 4, "branch_size": 4}
+    common = {"hidden_size": 8, "eval_episodes": 3, "checkpoint_every": 1}
+    kill_and_resume(module, module.Config(**LONG, **common, **sizes[script]), tmp_path)
+    if script == "ippo":
+        evaluations = [tmp_path / name / "evaluations.csv" for name in ("twin", "killed")]
+        assert evaluations[0].read_bytes() == evaluations[1].read_bytes()
 
 
 def test_a_run_killed_behind_its_last_checkpoint_still_gets_its_summary(
@@ -103,7 +113,7 @@ def test_a_run_killed_behind_its_last_checkpoint_still_gets_its_summary(
 
 
 # ------------------------------------------------------------------------------------------- space
-def test_a_full_disk_is_an_error_and_spares_the_checkpoint(tmp_path, handlers):
+def test_a_full_disk_is_an_error_and_spares_the_checkpoint(tmp_path):
     module = load_script("ppo_ff")  # `save` and `main` are the same in every script
     path = tmp_path / "run"
     config = tiny(module, total_timesteps=1600, num_calls=100)
@@ -133,7 +143,7 @@ def test_a_full_disk_is_an_error_and_spares_the_checkpoint(tmp_path, handlers):
 
 
 # --------------------------------------------------------------------------------------------- NaN
-def test_a_run_that_diverges_stops_and_keeps_the_last_finite_state(module, tmp_path, handlers):
+def test_a_run_that_diverges_stops_and_keeps_the_last_finite_state(module, tmp_path):
     """The reward is NaN in the sixth update."""
     make_env, path = module.make_env, tmp_path / "run"
     config = tiny(module, total_timesteps=256, num_calls=8, num_seeds=2)
@@ -168,6 +178,16 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_finite_state(module, tmp_p
     assert not (path / "summary.json").exists()
 
 
+def test_parameters_that_overflow_are_never_saved(module, tmp_path):
+    """The one step of the first update makes them infinite: its own gradient is still finite."""
+    sizes = {"num_minibatches": 1, "update_epochs": 1, "num_calls": 10**6}
+    config, path = tiny(module, **sizes, lr=1e39), tmp_path / "run"
+    code, _, _ = run(module, *flags(config), "--run-dir", path)
+    assert isinstance(code, str) and "update 1 " in code
+    assert checkpoint(path / "last.msgpack")["['update']"][2] == bytes(4)  # none is done
+    assert read_rows(path)[0]["optim/grad_norm"]
+
+
 # ---------------------------------------------------------------------------------- best of all
 def test_best_is_what_was_evaluated_and_is_evaluated_again(module, compile_once, tmp_path):  # noqa: F811
     """best.msgpack holds the state at the evaluation with the highest return of each seed."""
@@ -184,7 +204,7 @@ def test_best_is_what_was_evaluated_and_is_evaluated_again(module, compile_once,
         code, _, err = run(module, *flags(config), "--run-dir", tmp_path / "run")
     assert code == 0, err
     rows = [row for row in read_rows(tmp_path / "run") if row["eval/return"]]
-    best = module.load(tmp_path / "run" / "best.msgpack", module.resolve(config))
+    _, best = module.load(tmp_path / "run" / "best.msgpack", module.resolve(config))
     for seed in (0, 1):
         returns = {int(r["update"]): float(r["eval/return"]) for r in rows[seed::2]}
         update = max(returns, key=lambda update: returns[update])  # the first of equals

@@ -20,18 +20,19 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "shuffle": ALL,
     "dense": FEED_FORWARD,  # ppo_rnn's takes a dtype
     "ppo_loss": FEED_FORWARD,
-    "identity": ALL,
+    "describe": ALL,
     "open_run": ALL,
     "save": ALL,
     "load": ALL,
-    "best_of": ALL,
     "plot_curve": ALL,
     "write_rows": ALL,
+    "report": ALL,
+    "caught_signals": ALL,
     "main": ALL,
     "cli": ALL,
 }
-RUN_PART = ("ConfigError", "check_divides", "identity", "open_run", "save", "load", "best_of")
-RUN_PART += ("plot_curve", "write_rows", "main", "cli")
+RUN_PART = ("ConfigError", "check_divides", "describe", "save", "load", "open_run")
+RUN_PART += ("write_rows", "plot_curve", "report", "caught_signals", "main", "cli")
 RENAMED = {"open_run": ('"xminigrid"', '"gymnax"')}  # but for this word
 BANNERS = ["config", "environment", "network", "rollout", "advantage", "loss"]
 BANNERS += ["train", "evaluate", "main"]
@@ -168,7 +169,7 @@ def test_options_mean_the_same_in_every_script():
 # ---------------------------------------------------------------------------------- shared blocks
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_blocks_are_identical(name):
-    others = {"identity": ("disco",), "main": ("disco",)}.get(name, OTHERS)
+    others = ("disco",) if name in ("load", "open_run", "main") else OTHERS
     scripts = [*SHARED[name], *(others if name in RUN_PART else ())]
     sources = {inspect.getsource(getattr(load_script(script), name)) for script in scripts}
     assert len({source.replace(*RENAMED.get(name, ("", ""))) for source in sources}) == 1
