@@ -54,7 +54,6 @@ import numpy as np
 import optax
 import tqdm
 import tyro
-import wandb
 from jax.experimental.multihost_utils import process_allgather
 from jax.extend.backend import clear_backends
 
@@ -543,8 +542,8 @@ def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
     return run_dir, last, best
 
 
-def write_rows(run_dir: Path, config: Config, update: int, metrics: dict[str, np.ndarray]) -> None:
-    """Append the last updates, [updates, S], to metrics.csv and send them to Weights & Biases."""
+def write_rows(run_dir: Path, config: Config, update: int, metrics: dict, tracker: Any) -> None:
+    """Append metrics [updates, S], the last ones of a call, to metrics.csv and to the tracker."""
     if jax.process_index() > 0:
         return
     with open(run_dir / "metrics.csv", "a") as file:
@@ -556,7 +555,7 @@ def write_rows(run_dir: Path, config: Config, update: int, metrics: dict[str, np
             if config.track:
                 suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
                 series = {name + suffix: x for name, x in row.items() if "/" in name}
-                wandb.log(series, step=row["env_steps"])
+                tracker.log(series, step=row["env_steps"])
 
 
 def plot_curve(run_dir: Path, config: Config) -> None:
@@ -578,16 +577,16 @@ def plot_curve(run_dir: Path, config: Config) -> None:
     axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
 
 
-def report(run_dir: Path, config: Config, summary: dict[str, Any]) -> None:
-    """Write summary.json and learning_curve.png, and close the run at Weights & Biases."""
+def report(run_dir: Path, config: Config, summary: dict[str, Any], tracker: Any) -> None:
+    """Write summary.json and learning_curve.png, close the tracker, and say what was reached."""
     (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
     plot_curve(run_dir, config)
     if config.track:
-        wandb.summary.update(summary)
+        tracker.summary.update(summary)
         for file in (globals().get("__file__"), str(run_dir / "learning_curve.png")):
             if file:  # a notebook's cell has none
-                wandb.log_artifact(file, name=Path(file).stem, type="file")
-        wandb.finish()
+                tracker.log_artifact(file, name=Path(file).stem, type="file")
+        tracker.finish()
     print(
         f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g},"
         f" {summary['steps_per_second']:,.0f} steps/s, compiled in"
@@ -643,9 +642,12 @@ def main(config: Config) -> dict[str, Any]:
     evaluate = jax.jit(jax.vmap(make_evaluate(config)))
     evaluate = evaluate.lower(local(state.params), eval_keys(0)).compile()
     compile_seconds = time.perf_counter() - start
+    tracker = None
     if config.track and jax.process_index() == 0:
+        import wandb  # not above: it takes a second
+
         place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-        wandb.init(**place, id=run_dir.name, resume="allow", config=describe(config))
+        tracker = wandb.init(**place, id=run_dir.name, resume="allow", config=describe(config))
     if not last:
         last = to_host(state, np.full(seeds, -np.inf))
         save(run_dir / "last.msgpack", config, last)
@@ -670,7 +672,7 @@ def main(config: Config) -> dict[str, Any]:
             if is_eval:
                 returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
                 metrics["eval/return"][-1] = returns
-            write_rows(run_dir, config, update, metrics)
+            write_rows(run_dir, config, update, metrics, tracker)
             recent = metrics["episode/return"][-1].mean()
             bar.set_postfix_str(f"update {update}, return {recent:.4g}", refresh=False)
             bar.update(per_call * config.batch_size)
@@ -713,7 +715,7 @@ def main(config: Config) -> dict[str, Any]:
         "absolute_return_mean": float(np.mean(absolute)),
     }
     if jax.process_index() == 0:
-        report(run_dir, config, summary)
+        report(run_dir, config, summary, tracker)
     return summary
 
 

@@ -399,14 +399,14 @@ def test_seed_and_num_evals_change_the_run(module, base, tmp_path):
 
 def test_tracking_sends_what_the_files_hold(module, base, tmp_path, monkeypatch):
     started, logged, summary, finished, uploaded = [], [], {}, [], []
-    wandb = types.SimpleNamespace(
-        init=lambda **kwargs: started.append(kwargs),
+    tracker = types.SimpleNamespace(
         log=lambda values, step: logged.append((step, values)),
         log_artifact=lambda path, name, type: uploaded.append(Path(path).name),
         finish=lambda: finished.append(True),
         summary=summary,
     )
-    monkeypatch.setattr(module, "wandb", wandb)
+    wandb = types.SimpleNamespace(init=lambda **options: started.append(options) or tracker)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     words = flags(dataclasses.replace(base.config, **TRACKING))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "run")
     assert code == 0, err
@@ -608,8 +608,8 @@ def half(base, module, tmp_path_factory):
     """A run that was interrupted after its first evaluation."""
     path, write_rows = tmp_path_factory.mktemp(module.SCRIPT) / "half", module.write_rows
 
-    def hooked(run_dir, config, update, metrics):
-        write_rows(run_dir, config, update, metrics)
+    def hooked(run_dir, config, update, *args):
+        write_rows(run_dir, config, update, *args)
         if update > config.num_updates // 2:
             signal.raise_signal(signal.SIGINT)
 
