@@ -577,6 +577,9 @@ def load(path: Path, config: Config | None = None) -> tuple[dict[str, Any], dict
             break
         if options.get(name) != value:
             raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
+    changed = {*RunnerState._fields, "eval_return"} ^ {*state}
+    if config and changed:
+        raise ConfigError(f"{path} is of another version of {SCRIPT}.py: {changed} differ")
     return options, state
 
 

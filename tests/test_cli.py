@@ -656,6 +656,18 @@ def test_a_checkpoint_of_another_script(module, stopped, fails):
     assert "ppo_other" in message and module.SCRIPT in message and path.read_bytes() == content
 
 
+def test_an_older_checkpoint(module, stopped, fails):
+    """Of a version of the script whose state had another field."""
+    path = stopped / "last.msgpack"
+    saved = flax.serialization.msgpack_restore(path.read_bytes())
+    saved["state"]["step"] = saved["state"].pop("update")
+    content = flax.serialization.msgpack_serialize(saved)
+    path.write_bytes(content)
+    message = fails("--resume", stopped)
+    assert all(word in message for word in ("another version", "step", "update", str(path)))
+    assert path.read_bytes() == content
+
+
 def test_a_damaged_config_json_is_written_again(module, base, stopped):
     """Checkpoints know the options themselves."""
     path = stopped / "config.json"
