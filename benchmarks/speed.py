@@ -1,7 +1,7 @@
 """How fast the scripts train, beside what bounds them and beside their peers.
 
     python benchmarks/speed.py                   # every script, its ceilings, where time goes
-    python benchmarks/speed.py --scaling         # num_envs, num_seeds, devices, total steps
+    python benchmarks/speed.py --scaling         # sizes, seeds, devices, steps, time limits
     python benchmarks/speed.py --peers purejaxrl=DIR xland=DIR rejax=DIR    # see peers.md
     python benchmarks/speed.py --json result.json
 
@@ -93,6 +93,24 @@ def ours(script, options, steps_per_call, calls):
 
     steps = updates * config.batch_size * config.num_seeds
     return compile_seconds, steps, timed_calls(call, calls)
+
+
+def deadly_limits(script, options, steps_per_call, calls):
+    """The same with every time limit taken for a death: no value of a final observation."""
+    module = importlib.import_module(script)
+    make_env = module.make_env
+
+    def make_deadly_env(config):
+        reset, step, *rest = make_env(config)
+
+        def deadly_step(*args):
+            *transition, terminated, truncated, final_obs = step(*args)
+            return *transition, terminated | truncated, truncated & False, final_obs
+
+        return reset, deadly_step, *rest
+
+    module.make_env = make_deadly_env
+    return ours(script, options, steps_per_call, calls)
 
 
 def start(script, options, parent_time):
@@ -330,6 +348,17 @@ def scaling_table(args):
         one(f"ppo_ff, {devices} emulated devices", "ppo_ff", {"num_envs": 64}, devices=devices)
     for factor in (1, 10):
         one(f"ppo_ff, steps × {factor}", "ppo_ff", {"num_envs": 64}, factor * args.steps)
+    for name in ("CartPole 64 envs", "Pendulum 64 envs", "Empty-6x6 GRU 64"):
+        script, options = WORK[name]
+        results = {"ours": [], "deadly_limits": []}
+        for _ in range(args.rounds):
+            for kind, measured in results.items():
+                measured.append(in_a_process(kind, script, options, args.steps, args.calls))
+        correct, deadly = (merge(measured) for measured in results.values())
+        table[f"{name}, deadly limits"] = deadly
+        row(f"{name}, correct time limits", correct)
+        cost = f"correct ones cost {deadly['median'] / correct['median'] - 1:.1%}"
+        row(f"{name}, time limits as deaths", deadly, cost)
     return table
 
 
