@@ -6,8 +6,9 @@ normaliser and memory. For a film the environment is wrapped to hand out what ha
     python enjoy.py runs/my_run --episodes 100
     python enjoy.py runs/my_run --checkpoint last --greedy --film out.gif
 
-Films: .gif and .mp4 of gymnax, xminigrid and Brax, .html of Brax (its viewer, to be opened in a
-browser that is online). A film shows every state of an episode, the last one included.
+Films: .gif and .mp4 of gymnax, xminigrid, Brax and what ippo.py plays (rings; MPE, coin_game,
+overcooked and SMAX of JaxMARL), .html of Brax (its viewer, to be opened in a browser that is
+online). A film shows every state of an episode, the last one included.
 """
 
 import argparse
@@ -84,7 +85,8 @@ def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int = 0) -> tu
 def replay(module: ModuleType, config, params, key, film_episodes: int = 0) -> tuple:
     """Returns the returns [eval_episodes] and the tape, one entry per step of the environments.
 
-    An entry holds (key, state before the step, action, reward, done), [film_episodes, ...].
+    An entry holds (key, state before the step, action, reward, done), [film_episodes, ...]. Of many
+    agents it holds all actions, the sum of the rewards, and whether all are done.
     """
     tape, make_env = [], module.make_env
 
@@ -93,8 +95,13 @@ def replay(module: ModuleType, config, params, key, film_episodes: int = 0) -> t
 
         def recorded_step(keys, env_state, action):
             outcome = step(keys, env_state, action)
-            _, _, reward, terminated, truncated, _ = outcome
-            entry = (keys, env_state, action, reward, terminated | truncated)
+            _, _, reward, terminated, truncated, final_obs = outcome
+            done = terminated | truncated
+            if hasattr(final_obs, "active"):  # [G, R] of ippo.py, agent by agent
+                by_env = lambda x: x.reshape(-1, len(keys), *x.shape[2:]).swapaxes(0, 1)
+                action, reward = by_env(action), by_env(reward).sum(1)  # [N, K, ...], [N]
+                done = ~by_env(final_obs.active).any(1)
+            entry = (keys, env_state, action, reward, done)
             entry = jax.tree.map(lambda x: x[:film_episodes], entry)
             jax.experimental.io_callback(lambda x: tape.append(x), None, entry, ordered=True)
             return outcome
@@ -137,7 +144,7 @@ def make_viewer(env_id: str) -> tuple:
     if env_id in xminigrid.registered_environments():
         return xminigrid_viewer(env_id)
     if env_id not in gymnax.registered_envs:
-        raise RunError(f"no film of {env_id}: gymnax, xminigrid and Brax have pictures")
+        return many_agents_viewer(env_id)
     env, params = gymnax.make(env_id)
     if env_id in DRAWINGS:
         draw = lambda state: drawn(DRAWINGS[env_id], state)
@@ -187,6 +194,45 @@ def brax_viewer(name: str) -> tuple:
         return env.step(state[0], jnp.clip(action, -1.0, 1.0)), state[1] + 1
 
     return draw, advance, round(1 / env.dt)
+
+
+def many_agents_viewer(env_id: str) -> tuple:
+    import ippo
+
+    try:
+        env = ippo.load_env(env_id)
+    except ippo.ConfigError as error:
+        raise RunError(str(error)) from None
+    drawings = {"rings": draw_rings, "MPE": draw_mpe, "coin": draw_coins, "SMAX": draw_smax}
+    if env_id.startswith("overcooked") and "v2" not in env_id:
+        draw = lambda env_state: overcooked(env, env_state[0])
+    else:
+        drawing = next((drawings[name] for name in drawings if name in env_id), None)
+        if drawing is None:
+            raise RunError(f"no film of {env_id}: it has no picture, leave out --film")
+        draw = lambda env_state: drawn(lambda pen, state: drawing(pen, state, env), env_state[0])
+
+    def to_env(space, action):
+        if hasattr(space, "n"):
+            return action
+        unit = (jnp.clip(action[: space.shape[0]], -1.0, 1.0) + 1) / 2
+        return space.low + (space.high - space.low) * unit
+
+    def advance(key, env_state, action):  # as the script's step does, before it resets
+        actions = {n: to_env(env.action_space(n), action[k]) for k, n in enumerate(env.agents)}
+        _, state, *_ = env.step_env(jax.random.split(key)[0], env_state[0], actions)
+        return state, env_state[1]
+
+    return draw, advance, 5 if env_id in ("rings", "coin_game") else 10
+
+
+def overcooked(env: Any, state: Any) -> np.ndarray:
+    from jaxmarl.viz.overcooked_visualizer import OvercookedVisualizer
+
+    edge = env.agent_view_size - 1
+    grid = np.asarray(state.maze_map)[edge:-edge, edge:-edge]
+    about = {"agent_dir_idx": state.agent_dir_idx, "agent_inv": state.agent_inv}
+    return OvercookedVisualizer._render_grid(grid, tile_size=64, **about)
 
 
 def planes(obs: np.ndarray) -> np.ndarray:
@@ -259,6 +305,64 @@ def draw_mountain_car(pen, state, goal=0.5):
     pen.polygon([(x, y - 90), (x + 50, y - 72), (x, y - 54)], fill=BLUE)
     x, y = place(float(state.position))
     disc(pen, (x, y - 24), 24, RED)
+
+
+def draw_rings(pen, state, env):
+    """The goal is on top; the agent walks the shorter or the longer way round to it."""
+    for k, ahead in enumerate(np.asarray(state.ahead)):
+        size, middle = 3 + k, (180 + 300 * k, 320)
+        around = lambda cell, radius, size=size, middle=middle: (
+            middle[0] + radius * math.sin(2 * math.pi * cell / size),
+            middle[1] - radius * math.cos(2 * math.pi * cell / size),
+        )
+        pen.circle(middle, 100, outline=GREY, width=8)
+        for cell in range(size):
+            disc(pen, around(cell, 100), 34, PAPER if cell else RED)
+            pen.circle(around(cell, 100), 34, outline=GREY if cell else RED, width=8)
+        disc(pen, around(-ahead, 100), 22, BLUE)
+
+
+def draw_mpe(pen, state, env):
+    """Agents blue, adversaries red, obstacles and landmarks in JaxMARL's own colours."""
+    place = lambda x, y: (480 + 220 * x, 320 - 220 * y)
+    pen.rectangle((*place(-1, 1), *place(1, -1)), outline="#e4e0d6", width=4)
+    for i in reversed(range(env.num_entities)):  # the agents on top
+        color = "#{:02x}{:02x}{:02x}".format(*map(int, env.colour[i]))
+        if i < env.num_agents:
+            color = RED if "adversary" in env.agents[i] else BLUE
+        disc(pen, place(*map(float, state.p_pos[i])), max(220 * float(env.rad[i]), 12), color)
+
+
+def draw_coins(pen, state, env):
+    cell = lambda pos: (250 + 180 * float(pos[1]) + 50, 50 + 180 * float(pos[0]) + 90)
+    for line in range(4):
+        pen.line([(210 + 180 * line, 50), (210 + 180 * line, 590)], fill=GREY, width=4)
+        pen.line([(210, 50 + 180 * line), (750, 50 + 180 * line)], fill=GREY, width=4)
+    for color, shift, player, coin in (
+        (RED, -30, state.red_pos, state.red_coin_pos),
+        (BLUE, 30, state.blue_pos, state.blue_coin_pos),
+    ):
+        x, y = cell(player)
+        disc(pen, (x + shift, y + 26), 36, color)
+        x, y = cell(coin)
+        disc(pen, (x + shift, y - 44), 24, INK)
+        disc(pen, (x + shift, y - 44), 18, color)
+
+
+def draw_smax(pen, state, env):
+    """Allies blue, enemies red, each with its health as a bar; the dead are grey."""
+    state = getattr(state, "state", state)  # of the environment that plays the enemies itself
+    place = lambda x, y: (160 + 20 * x, 640 - 20 * y)
+    pen.rectangle((*place(0, 32), *place(32, 0)), fill="#fffdf8")
+    most = env.unit_type_health[state.unit_types]
+    for i in np.argsort(state.unit_alive):
+        x, y = place(*map(float, state.unit_positions[i]))
+        alive, color = bool(state.unit_alive[i]), RED if i >= env.num_allies else BLUE
+        disc(pen, (x, y), 14, color if alive else "#e4e0d6")
+        if alive:
+            pen.line([(x - 20, y - 24), (x + 20, y - 24)], fill=GREY, width=6)
+            length = 40 * float(state.unit_health[i] / most[i])
+            pen.line([(x - 20, y - 24), (x - 20 + length, y - 24)], fill=color, width=6)
 
 
 DRAWINGS = {

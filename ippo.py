@@ -9,8 +9,9 @@ networks side by side. Deliberate differences from the papers and from most impl
   clock stood at zero was cut by the time limit, and bootstraps from its true final observation;
 - an agent whose part of the episode is over while others play is left out of the loss;
 - actor and critic have their own optimizer, clipping and epochs; `--target-kl` stops the actor's;
-- observations are flattened and padded with zeros to the largest, actions likewise: what an agent
-  does not have, or may not do now, is masked out of samples, densities, entropy and gradients.
+- observations are flattened and padded with zeros to the largest, but for images of one size;
+  actions are padded, too: what an agent does not have, or may not do now, is masked out of samples,
+  densities, entropy and gradients.
 
 Shapes: T steps, N environments per device, K agents, G networks (1 or K), R rows of each network
 (N * K / G, agent by agent), F features, B minibatch, A actions, D devices, S seeds.
@@ -33,6 +34,7 @@ Shapes: T steps, N environments per device, K agents, G networks (1 or K), R row
 import contextlib
 import dataclasses
 import difflib
+import functools
 import importlib.util
 import json
 import math
@@ -70,8 +72,6 @@ LOSSES = "loss/total loss/policy loss/value policy/entropy policy/approx_kl poli
 COLUMNS = "update seed env_steps episode/return episode/length episode/count eval/return"
 COLUMNS += f" {LOSSES} value/explained_variance optim/grad_norm optim/lr time/sps"
 COLUMNS += " actor/epochs critic/epochs"
-METRICS = {"critic": ("loss/value",)}
-METRICS["actor"] = ("loss/policy", "policy/entropy", "policy/approx_kl", "policy/clip_fraction")
 
 
 # ------------------------------------------------------------------------------------------ config
@@ -91,6 +91,7 @@ class Config:
     actor_epochs: int = 4  # passes of the actor over each rollout
     critic_epochs: int = 4  # passes of the critic over each rollout
     num_minibatches: int = 4  # gradient steps in each pass
+    network: Literal["auto", "mlp", "cnn"] = "auto"  # auto: cnn for [H, W, C] observations
     hidden_size: int = 64  # width of the dense layers
     optimizer: Literal["adam", "adamw", "nadam", "rmsprop", "lion", "sgd"] = "adam"  # of optax
     actor_lr: float = 1e-3  # learning rate of the actor
@@ -215,7 +216,7 @@ class Rings:
 class Observation(NamedTuple):
     """What the agents see; the leading axes are [K] in an environment, [G, R] outside."""
 
-    view: jax.Array  # [..., F] padded with zeros, then the agent one-hot if networks are shared
+    view: jax.Array  # [..., F] or [..., H, W, F], the agent one-hot behind it if it shares
     mask: jax.Array  # [..., A] actions that exist and may be chosen, or components that exist
     active: jax.Array  # [...] False from the agent's own end until the episode ends for all
 
@@ -236,21 +237,26 @@ def load_env(env_id: str) -> Any:
     try:
         with contextlib.redirect_stdout(None):  # it tells which of its parts are missing
             import jaxmarl
+            from jaxmarl.environments.overcooked import overcooked_layouts
+            from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
     except ImportError:
         raise ConfigError(f"{env_id} needs JaxMARL: pip install '.[marl]', or rings") from None
-    names = ["rings", *jaxmarl.registered_envs]
-    if env_id not in names:
-        nearest = difflib.get_close_matches(env_id, names, cutoff=0)
+    options = {name: {} for name in ("rings", *jaxmarl.registered_envs)}
+    options |= {f"overcooked/{name}": {"layout": x} for name, x in overcooked_layouts.items()}
+    maps = MAP_NAME_TO_SCENARIO.items()
+    options |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps}
+    if env_id not in options:
+        nearest = difflib.get_close_matches(env_id, options, cutoff=0)
         raise ConfigError(f"unknown env_id {env_id}: the nearest are {', '.join(nearest)}")
-    return jaxmarl.make(env_id)
+    return jaxmarl.make(env_id.split("/")[0], **options[env_id])
 
 
 def rewind(env_state: Any) -> Any:
     """The same state with its clocks at zero: what ends an episode now is no time limit."""
 
     def at_zero(path, x):
-        name = getattr(path[-1], "name", getattr(path[-1], "key", None)) if path else None
-        return jnp.zeros_like(x) if name in ("step", "steps", "time", "outer_t") else x
+        clocks = ("step", "steps", "time", "outer_t")
+        return jnp.zeros_like(x) if path and getattr(path[-1], "name", None) in clocks else x
 
     return jax.tree_util.tree_map_with_path(at_zero, env_state)
 
@@ -267,34 +273,39 @@ def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
     env = load_env(config.env_id)
     names, num_networks = tuple(env.agents), 1 if config.share_parameters else len(env.agents)
     action_spaces = [env.action_space(name) for name in names]
-    kinds = {hasattr(space, "n") for space in action_spaces}
-    if len(kinds) > 1 or not (kinds == {True} or all(len(s.shape) == 1 for s in action_spaces)):
+    continuous = not hasattr(action_spaces[0], "n")
+    if any(hasattr(s, "n") == continuous or len(s.shape) != continuous for s in action_spaces):
         raise ConfigError(f"{config.env_id} mixes kinds of actions, which ippo.py does not take")
-    continuous = kinds == {False}
     sizes = [int(space.shape[0] if continuous else space.n) for space in action_spaces]
-    agents = Agents(names, num_networks, max(sizes), continuous)
     exists = np.arange(max(sizes)) < np.array(sizes)[:, None]  # [K, A]
     ids = np.eye(len(names), dtype=np.float32)[:, : len(names) * config.share_parameters]  # [K, 0]
     first_obs, first_state = jax.eval_shape(env.reset, jax.random.key(0))
-    num_features = max(math.prod(first_obs[name].shape) for name in names)
+    shapes = {first_obs[name].shape for name in names}
+    image = len(shapes) == 1 and len(min(shapes)) == 3 and config.network != "mlp"
+    if config.network == "cnn" and not image:
+        raise ConfigError(f"{config.env_id} has no observations [H, W, C]: use --network mlp")
+    num_features = max(map(math.prod, shapes))
     # Hanabi has another name for it; most environments have no masks at all.
     legal = getattr(env, "get_legal_moves", getattr(env, "get_avail_actions", None))
-    try:
-        legal = None if continuous else legal and jax.eval_shape(legal, first_state) and legal
-    except NotImplementedError:
-        legal = None
+    has_masks = False
+    with contextlib.suppress(NotImplementedError):
+        has_masks = bool(legal and not continuous and jax.eval_shape(legal, first_state))
 
     def pad(x, size):
-        x = jnp.ravel(x)
-        return jnp.pad(x, (0, size - len(x)))
+        return jnp.pad(jnp.ravel(x), (0, size - x.size))
+
+    def see(x, agent_id):
+        x = jnp.float32(x) if image else pad(jnp.float32(x), num_features)
+        agent_id = jnp.broadcast_to(agent_id, (*x.shape[:-1], agent_id.size))
+        return jnp.concatenate([x, agent_id], axis=-1)
 
     def observe(obs, env_state, active):
-        view = [pad(obs[name], num_features).astype(jnp.float32) for name in names]
+        view = jnp.stack([see(obs[name], ids[k]) for k, name in enumerate(names)])
         mask = jnp.array(exists)
-        if legal:
+        if has_masks:
             may = legal(env_state)
             mask &= jnp.stack([pad(may[name], max(sizes)) > 0 for name in names])
-        return Observation(jnp.concatenate([jnp.stack(view), ids], axis=1), mask, active)
+        return Observation(view, mask, active)
 
     def to_env(action, k):
         if not continuous:
@@ -307,12 +318,6 @@ def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
         active = jnp.ones(len(names), bool)
         return observe(obs, env_state, active), (env_state, active)
 
-    def ends(done):
-        """[K], whether the episode is over for each agent."""
-        # SMAX pays the dead for the victory of their team: its agents end together.
-        alone = [done[name] & ("SMAX" not in config.env_id) for name in names]
-        return jnp.stack(alone) | done["__all__"]
-
     def step(key, env_state, action):
         step_key, reset_key = jax.random.split(key)
         before, active = env_state
@@ -320,6 +325,9 @@ def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
         obs, after, rewards, done, _ = env.step_env(step_key, before, actions)
         _, _, _, done_anyway, _ = env.step_env(step_key, rewind(before), actions)
         reward = jnp.stack([jnp.float32(rewards[name]) for name in names]) * active  # [K]
+        # SMAX pays the dead for the victory of their team: its agents end together.
+        alone = "SMAX" not in config.env_id
+        ends = lambda done: jnp.stack([done[name] & alone for name in names]) | done["__all__"]
         terminated = ends(done) & ends(done_anyway) & active
         truncated = ends(done) & ~ends(done_anyway) & active
         final_obs = observe(obs, after, active & ~ends(done))
@@ -342,7 +350,7 @@ def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
         obs, env_state, *outcome = jax.vmap(step, (0, 0, 1), out_axes)(keys, env_state, action)
         return jax.tree.map(to_rows, obs), env_state, *jax.tree.map(to_rows, outcome)
 
-    return reset_all, step_all, agents
+    return reset_all, step_all, Agents(names, num_networks, max(sizes), continuous)
 
 
 # ----------------------------------------------------------------------------------------- network
@@ -350,30 +358,32 @@ def dense(features: int, scale: float) -> nn.Dense:
     return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
 
 
-class Gaussian(NamedTuple):
-    """Diagonal Gaussian over the components that exist; the others count for nothing."""
+def patches(image: jax.Array, size: int) -> jax.Array:
+    """Neighbourhoods of [B, H, W, C] as [B, H - size + 1, W - size + 1, size * size * C].
 
-    mean: jax.Array  # [..., A]
-    log_std: jax.Array  # [..., A]
-    mask: jax.Array  # [..., A]
+    A dense layer on them is an unpadded convolution, whose gradient XLA on CPU computes faster.
+    """
+    height, width = image.shape[1] - size + 1, image.shape[2] - size + 1
+    shifts = [(i, j) for i in range(size) for j in range(size)]
+    return jnp.concatenate([image[:, i : i + height, j : j + width] for i, j in shifts], axis=-1)
 
-    def sample_and_log_prob(self, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        action = self.sample(seed)
+
+class Gaussian(distrax.Normal):
+    """Diagonal Gaussian; the components that do not exist count for nothing."""
+
+    def __init__(self, mean: jax.Array, log_std: jax.Array, mask: jax.Array):
+        super().__init__(mean, jnp.exp(log_std))  # [..., A]
+        self.mask = mask  # [..., A]
+
+    def sample_and_log_prob(self, *, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
+        action = self.sample(seed=seed)
         return action, self.log_prob(action)
 
-    def sample(self, seed: jax.Array) -> jax.Array:
-        return distrax.Normal(self.mean, jnp.exp(self.log_std)).sample(seed=seed)
-
     def log_prob(self, action: jax.Array) -> jax.Array:
-        log_prob = distrax.Normal(self.mean, jnp.exp(self.log_std)).log_prob(action)
-        return jnp.where(self.mask, log_prob, 0.0).sum(-1)
+        return jnp.where(self.mask, super().log_prob(action), 0.0).sum(-1)
 
     def entropy(self) -> jax.Array:
-        entropy = distrax.Normal(self.mean, jnp.exp(self.log_std)).entropy()
-        return jnp.where(self.mask, entropy, 0.0).sum(-1)
-
-    def mode(self) -> jax.Array:
-        return self.mean
+        return jnp.where(self.mask, super().entropy(), 0.0).sum(-1)
 
 
 def make_policy(outputs: jax.Array, mask: jax.Array) -> distrax.Categorical | Gaussian:
@@ -384,33 +394,45 @@ def make_policy(outputs: jax.Array, mask: jax.Array) -> distrax.Categorical | Ga
     return distrax.Categorical(jnp.where(mask, outputs, -1e9))
 
 
-class Actor(nn.Module):
-    agents: Agents
+class Head(nn.Module):
+    """The actor or the critic, with its torso."""
+
+    num_outputs: int
+    scale: float  # of the initial weights of the last layer
     config: Config
+    with_std: bool = False
 
     @nn.compact
-    def __call__(self, view: jax.Array):
-        """view [B, F] -> logits [B, A], or mean and log_std [B, A] of continuous actions."""
-        outputs = dense(self.agents.num_actions, 0.01)(torso(view, self.config.hidden_size))
-        if not self.agents.continuous:
+    def __call__(self, x: jax.Array):
+        """view [B, ...] -> outputs [B, num_outputs], and with_std the log_std of each."""
+        hidden_size = self.config.hidden_size
+        if x.ndim == 4:
+            x = dense(16, 2**0.5)(patches(x, 3))  # [B, H - 2, W - 2, 16]
+            x = nn.relu(nn.LayerNorm()(x)).reshape(len(x), -1)
+            x = nn.relu(nn.LayerNorm()(dense(hidden_size, 2**0.5)(x)))
+        else:
+            x = nn.tanh(dense(hidden_size, 2**0.5)(x))
+            x = nn.tanh(dense(hidden_size, 2**0.5)(x))
+        outputs = dense(self.num_outputs, self.scale)(x)
+        if not self.with_std:
             return outputs
         log_std = self.param("log_std", nn.initializers.zeros, outputs.shape[-1:])
         return outputs, jnp.broadcast_to(log_std, outputs.shape)
 
 
-class Critic(nn.Module):
+class ActorCritic(nn.Module):
+    """Actor and critic with nothing shared."""
+
+    agents: Agents
     config: Config
 
     @nn.compact
-    def __call__(self, view: jax.Array) -> jax.Array:
-        """view [B, F] -> value [B]."""
-        return dense(1, 1.0)(torso(view, self.config.hidden_size)).squeeze(-1)
-
-
-def torso(x: jax.Array, hidden_size: int) -> jax.Array:
-    """Two layers, of the module that calls it."""
-    x = nn.tanh(dense(hidden_size, 2**0.5)(x))
-    return nn.tanh(dense(hidden_size, 2**0.5)(x))
+    def __call__(self, obs: Observation) -> tuple[distrax.Categorical | Gaussian, jax.Array]:
+        """obs [B, ...] -> policy over A [B], value [B]."""
+        size, continuous = self.agents.num_actions, self.agents.continuous
+        outputs = Head(size, 0.01, self.config, continuous, name="actor")(obs.view)
+        value = Head(1, 1.0, self.config, name="critic")(obs.view).squeeze(-1)
+        return make_policy(outputs, obs.mask), value
 
 
 # ----------------------------------------------------------------------------------------- rollout
@@ -470,16 +492,6 @@ class RunnerState(NamedTuple):
     key: jax.Array  # [2] the data of a random key, which a checkpoint can hold
 
 
-class Fit(NamedTuple):
-    """One actor or critic while it passes over a rollout."""
-
-    params: Any
-    opt_state: Any
-    key: jax.Array  # [2] of the shuffles
-    epoch: jax.Array  # [] epochs done
-    metrics: dict[str, jax.Array]  # means over the last epoch
-
-
 # --------------------------------------------------------------------------------------- advantage
 def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with ends and time limits.
@@ -501,36 +513,32 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 
 
 # -------------------------------------------------------------------------------------------- loss
-def actor_loss(params, apply_fn, batch: Transition, advantage, weight, config: Config, hyper):
-    """Clipped surrogate (arXiv 1707.06347, eq. 7) and entropy bonus (eq. 9).
+def ppo_loss(params, apply_fn, batch: Transition, advantage, target, weight, config: Config, hyper):
+    """Clipped surrogate (arXiv 1707.06347, eq. 7), clipped value error and entropy bonus (eq. 9).
 
     All arrays are [B, ...], the advantage normalised, `weight` 0 for inactive agents and 1 on
-    average. Returns (loss, metrics), scalars.
+    average. Returns (loss, metrics), scalars. Actor and critic share no parameter, so that each
+    has the gradient of its own part of the sum.
     """
-    policy = make_policy(apply_fn(params, batch.obs.view), batch.obs.mask)
+    policy, value = apply_fn(params, batch.obs)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B]
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - hyper.clip_eps, 1 + hyper.clip_eps)
     surrogate = jnp.minimum(ratio * advantage, clipped_ratio * advantage)
     policy_loss = -(weight * surrogate).mean()
 
-    entropy = (weight * policy.entropy()).mean()
-    approx_kl = (weight * (ratio - 1 - log_ratio)).mean()  # http://joschu.net/blog/kl-approx.html
-    clip_fraction = (weight * (jnp.abs(ratio - 1) > hyper.clip_eps)).mean()
-    metrics = (policy_loss, entropy, approx_kl, clip_fraction)
-    loss = policy_loss - hyper.ent_coef * entropy
-    return loss, dict(zip(METRICS["actor"], metrics, strict=True))
-
-
-def critic_loss(params, apply_fn, batch: Transition, target, weight, config: Config, hyper):
-    """Squared error of the value, clipped if so configured (eq. 9). Otherwise as `actor_loss`."""
-    value = apply_fn(params, batch.obs.view)
     value_error = (value - target) ** 2  # [B]
     if config.clip_value:
         change = jnp.clip(value - batch.value, -hyper.clip_eps, hyper.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
     value_loss = 0.5 * (weight * value_error).mean()
-    return value_loss, {"loss/value": value_loss}
+
+    entropy = (weight * policy.entropy()).mean()
+    loss = policy_loss + value_loss - hyper.ent_coef * entropy
+    approx_kl = (weight * (ratio - 1 - log_ratio)).mean()  # http://joschu.net/blog/kl-approx.html
+    clip_fraction = (weight * (jnp.abs(ratio - 1) > hyper.clip_eps)).mean()
+    metrics = (loss, policy_loss, value_loss, entropy, approx_kl, clip_fraction)
+    return loss, dict(zip(LOSSES.split(), metrics, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- train
@@ -553,35 +561,29 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
     """
     config = resolve(config)
     env_reset, env_step, agents = make_env(config)
-    networks = {"actor": Actor(agents, config), "critic": Critic(config)}
-    losses = {"actor": actor_loss, "critic": critic_loss}
+    network = ActorCritic(agents, config)
+    apply_one = lambda params, obs: network.apply({"params": params}, obs)
+    apply_all = jax.vmap(apply_one)  # params [G], obs [G, R]
     num_envs = config.num_envs // jax.device_count()  # N
     num_rows = num_envs * len(agents.names) // agents.num_networks  # R
     clip = optax.clip_by_global_norm(config.max_grad_norm)
     options = {"eps": 1e-5} if config.optimizer in ("adam", "adamw", "nadam") else {}
     optimizer = optax.chain(clip, getattr(optax, config.optimizer)(1.0, **options))
 
-    def learning_rate(part, hyper, update):
-        lr = {"actor": hyper.actor_lr, "critic": hyper.critic_lr}[part]
-        return lr * jnp.float32(1.0 - config.anneal_lr * update / config.num_updates)
-
-    def act(params, obs):
-        """One policy over [G, R], and values [G, R]."""
-        outputs = jax.vmap(networks["actor"].apply)(params["actor"], obs.view)
-        value = jax.vmap(networks["critic"].apply)(params["critic"], obs.view)
-        return make_policy(outputs, obs.mask), value
+    def learning_rate(part, state):
+        lr = {"actor": state.hyper.actor_lr, "critic": state.hyper.critic_lr}[part]
+        return lr * jnp.float32(1.0 - config.anneal_lr * state.update / config.num_updates)
 
     def init_seed(key):
         params_key, reset_key, key = jax.random.split(key, 3)
         obs, env_state = env_reset(jax.random.split(reset_key, num_envs))
         # The environments of the devices differ, the networks must not.
         params_key = jax.lax.all_gather(params_key, "devices")[0]
-        params_keys = jax.random.split(params_key, (2, agents.num_networks))
-        params = {  # [G, ...]
-            part: jax.lax.map(lambda key, part=part: networks[part].init(key, obs.view[0]), keys)
-            for part, keys in zip(networks, params_keys, strict=True)
-        }
-        opt_state = {part: jax.vmap(optimizer.init)(params[part]) for part in networks}
+        params_keys = jax.random.split(params_key, agents.num_networks)
+        first = jax.tree.map(lambda x: x[0], obs)  # [R, ...]
+        init = lambda key: network.init(key, first)["params"]
+        params = jax.lax.map(init, params_keys)  # [G, ...]
+        opt_state = {part: jax.vmap(optimizer.init)(params[part]) for part in params}
         hyper = Hyper(*[jnp.float32(getattr(config, name)) for name in Hyper._fields])
         episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
         update = jnp.int32(0)
@@ -589,7 +591,7 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
 
     def rollout_step(state, _):
         key, action_key, step_key = jax.random.split(state.key, 3)
-        policy, value = act(state.params, state.obs)
+        policy, value = apply_all(state.params, state.obs)
         action, log_prob = policy.sample_and_log_prob(seed=action_key)
         step_keys = jax.random.split(step_key, num_envs)
         obs, env_state, *outcome = env_step(step_keys, state.env_state, action)
@@ -603,99 +605,71 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         state = state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
         return state, (transition, jnp.stack(ended))
 
-    def next_values(params, rollout, last_value):
-        """The value of the true next observation of every step of one network, [T, R].
+    networks_only = RunnerState(0, 0, *[None] * 6)
 
-        That is the value of the next step, but not where a time limit cut the episode. Those few
-        final observations are gathered R at a time: no time limit, no second pass of the network.
-        """
-        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, R]
-        cut = (rollout.truncated & ~rollout.terminated).reshape(-1)  # [T * R]
-        rows = jnp.flatnonzero(cut, size=cut.size, fill_value=cut.size)  # the cut ones come first
-        view = rollout.final_obs.view.reshape(cut.size, -1)  # [T * R, F]
+    @functools.partial(jax.vmap, in_axes=(networks_only, 0, 0), out_axes=(networks_only, 0))
+    def update_minibatch(state, learns, minibatch):
+        """One step of one network: of its actor and critic those that still learn."""
+        batch, advantage, target = minibatch  # [B, ...]
+        # The minibatch is spread over the devices: its mean, variance and gradient are of all.
+        active = jax.lax.pmean(batch.obs.active.mean(), "devices")
+        weight = batch.obs.active / jnp.maximum(active, 1e-8)
+        advantage -= jax.lax.pmean((weight * advantage).mean(), "devices")
+        advantage /= jnp.sqrt(jax.lax.pmean((weight * advantage**2).mean(), "devices")) + 1e-8
+        loss_grad = jax.grad(ppo_loss, has_aux=True)
+        lessons = (batch, advantage, target, weight)
+        grads, metrics = loss_grad(state.params, apply_one, *lessons, config, state.hyper)
+        grads, metrics = jax.lax.pmean((grads, metrics), "devices")
+        metrics["optim/grad_norm"] = optax.tree.norm(grads)
+        params, opt_state = {**state.params}, {**state.opt_state}
+        for part in params:
+            lr = learning_rate(part, state)
+            old = params[part], opt_state[part]
+            updates, stepped = optimizer.update(grads[part], opt_state[part], params[part])
+            moved = jax.tree.map(lambda x, update, lr=lr: x + lr * update, params[part], updates)
+            choose = functools.partial(jnp.where, learns[part])
+            params[part], opt_state[part] = jax.tree.map(choose, (moved, stepped), old)
+        return state._replace(params=params, opt_state=opt_state), metrics
 
-        def look_up(i, next_value):
-            block = jax.lax.dynamic_slice_in_dim(rows, i * num_rows, num_rows)  # [R]
-            value = networks["critic"].apply(params, view[block])
-            return next_value.at[block].set(value, mode="drop")
-
-        num_blocks = (cut.sum() + num_rows - 1) // num_rows
-        next_value = jax.lax.fori_loop(0, num_blocks, look_up, next_value.reshape(-1))
-        return next_value.reshape(rollout.value.shape)
-
-    def run_epochs(part, fit, samples, state):
-        """All epochs of one actor or critic, on samples [T * R, ...]. Returns the new Fit."""
-        max_epochs = {"actor": config.actor_epochs, "critic": config.critic_epochs}[part]
+    def update_epoch(carry, epoch, samples):
+        state, actor_learns = carry
+        learns = {  # [G]; an actor or critic that has done its epochs waits for the others
+            "actor": actor_learns & (epoch < config.actor_epochs),
+            "critic": jnp.full_like(actor_learns, epoch < config.critic_epochs),
+        }
+        key, shuffle_key = jax.random.split(state.key)
+        rows = shuffle(shuffle_key, num_rows * config.num_steps).reshape(config.num_minibatches, -1)
+        take = lambda x: x[:, rows].swapaxes(0, 1)  # [num_minibatches, G, B, ...]
+        step = lambda state, minibatch: update_minibatch(state, learns, minibatch)
+        state, metrics = jax.lax.scan(step, state._replace(key=key), jax.tree.map(take, samples))
+        metrics = jax.tree.map(lambda x: x.mean(0), metrics)  # [G]
         kl_limit = jnp.inf if config.target_kl is None else config.target_kl
-        loss_grad = jax.grad(losses[part], has_aux=True)
-        lr = learning_rate(part, state.hyper, state.update)
-
-        def update_minibatch(fit, minibatch):
-            batch, lesson = minibatch  # [B, ...]; the actor's advantage or the critic's target
-            # The minibatch is spread over the devices: its mean, variance and gradient are of all.
-            weight = batch.obs.active / jnp.maximum(
-                jax.lax.pmean(batch.obs.active.mean(), "devices"), 1e-8
-            )
-            if part == "actor":
-                lesson -= jax.lax.pmean((weight * lesson).mean(), "devices")
-                variance = jax.lax.pmean((weight * lesson**2).mean(), "devices")
-                lesson /= jnp.sqrt(variance) + 1e-8
-            apply_fn = networks[part].apply
-            grads, metrics = loss_grad(
-                fit.params, apply_fn, batch, lesson, weight, config, state.hyper
-            )
-            grads, metrics = jax.lax.pmean((grads, metrics), "devices")
-            metrics["optim/grad_norm"] = optax.tree.norm(grads)
-            updates, opt_state = optimizer.update(grads, fit.opt_state, fit.params)
-            params = jax.tree.map(lambda param, update: param + lr * update, fit.params, updates)
-            return fit._replace(params=params, opt_state=opt_state), metrics
-
-        def another_epoch(fit):
-            return (fit.epoch < max_epochs) & (fit.metrics.get("policy/approx_kl", 0) <= kl_limit)
-
-        def update_epoch(fit):
-            key, shuffle_key = jax.random.split(fit.key)
-            rows = shuffle(shuffle_key, num_rows * config.num_steps)
-            rows = rows.reshape(config.num_minibatches, -1)
-            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
-            fit, metrics = jax.lax.scan(update_minibatch, fit._replace(key=key), minibatches)
-            return fit._replace(epoch=fit.epoch + 1, metrics=jax.tree.map(jnp.mean, metrics))
-
-        return jax.lax.while_loop(another_epoch, update_epoch, fit)
-
-    def learn(params, opt_state, rollout, last_obs, state):
-        """One network learns from its rollout [T, R]. Returns params, opt_state and metrics."""
-        last_value = networks["critic"].apply(params["critic"], last_obs.view)  # [R]
-        next_value = next_values(params["critic"], rollout, last_value)  # [T, R]
-        steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
-        advantage, target = compute_gae(*steps, state.hyper.gamma, state.hyper.gae_lambda)
-        weight = rollout.obs.active / rollout.obs.active.mean()
-        spread = lambda x: (weight * (x - (weight * x).mean()) ** 2).mean()
-        explained = 1 - spread(target - rollout.value) / spread(target)
-        # The losses do not need these: spare the shuffle.
-        batch = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
-        params, opt_state, metrics, norms = {**params}, {**opt_state}, {}, []
-        for part, lesson in (("actor", advantage), ("critic", target)):
-            samples = (batch, lesson)
-            samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * R, ...]
-            none = dict.fromkeys((*METRICS[part], "optim/grad_norm"), jnp.float32(0))
-            start = Fit(params[part], opt_state[part], state.key, jnp.int32(0), none)
-            fitted = run_epochs(part, start, samples, state)
-            params[part], opt_state[part] = fitted.params, fitted.opt_state
-            metrics |= {**fitted.metrics, f"{part}/epochs": jnp.float32(fitted.epoch)}
-            norms.append(metrics["optim/grad_norm"])
-        metrics["optim/grad_norm"] = jnp.linalg.norm(jnp.stack(norms))
-        metrics["value/explained_variance"] = jax.lax.pmean(explained, "devices")
-        return params, opt_state, metrics
+        actor_learns &= metrics["policy/approx_kl"] <= kl_limit
+        return (state, actor_learns), (metrics, learns)
 
     def update_step(state, _):
         state, (rollout, ended) = jax.lax.scan(rollout_step, state, None, config.num_steps)
-        learn_all = jax.vmap(learn, in_axes=(0, 0, 1, 0, None))
-        learned = learn_all(state.params, state.opt_state, rollout, state.obs, state)
-        params, opt_state, metrics = learned
-        metrics = jax.tree.map(jnp.mean, metrics)  # over [G]
-        loss = metrics["loss/policy"] - state.hyper.ent_coef * metrics["policy/entropy"]
-        metrics["loss/total"] = loss + metrics["loss/value"]
+        _, last_value = apply_all(state.params, state.obs)  # [G, R]
+        _, final_value = jax.vmap(apply_all, (None, 0))(state.params, rollout.final_obs)
+        # The value of the true next observation, [T, G, R], which no time limit and no end hides.
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])
+        next_value = jnp.where(rollout.done, final_value, next_value)
+        steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
+        advantage, target = compute_gae(*steps, state.hyper.gamma, state.hyper.gae_lambda)
+        variance = lambda x: jnp.var(x, axis=(0, 2), where=rollout.obs.active)  # [G]
+        explained = (1 - variance(target - rollout.value) / variance(target)).mean()
+        # The loss does not need these: spare the shuffle.
+        batch = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
+        flat = lambda x: x.swapaxes(0, 1).reshape(agents.num_networks, -1, *x.shape[3:])
+        samples = jax.tree.map(flat, (batch, advantage, target))  # [G, T * R, ...]
+
+        run_epoch = lambda carry, epoch: update_epoch(carry, epoch, samples)
+        epochs = jnp.arange(max(config.actor_epochs, config.critic_epochs))
+        carry = (state, jnp.ones(agents.num_networks, bool))
+        (state, _), (metrics, learned) = jax.lax.scan(run_epoch, carry, epochs)
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        for part, x in learned.items():  # [epochs, G]
+            metrics[f"{part}/epochs"] = x.sum(0).mean()
         *sums, count = jax.lax.psum(ended.sum(0), "devices")  # [K] each
         means = Episode(*[x / count for x in sums])  # 0 / 0 = NaN where no episode ended
         for name, x in means._asdict().items():
@@ -703,12 +677,9 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         metrics["episode/return"] = means.total.sum()  # of the team
         metrics["episode/length"] = means.length.max()
         metrics["episode/count"] = count.min()
-        metrics["optim/lr"] = learning_rate("actor", state.hyper, state.update)
-        # Actor and critic saw the same shuffles: go on after the longer row of keys.
-        epochs = max(config.actor_epochs, config.critic_epochs)
-        key = jax.lax.fori_loop(0, epochs, lambda _, key: jax.random.split(key)[0], state.key)
-        update = state.update + 1
-        return state._replace(params=params, opt_state=opt_state, update=update, key=key), metrics
+        metrics["value/explained_variance"] = jax.lax.pmean(explained, "devices")
+        metrics["optim/lr"] = learning_rate("actor", state)
+        return state._replace(update=state.update + 1), metrics
 
     def init(key):
         # One seed after the other: XLA on CPU can hang in the QR of a stack of matrices.
@@ -727,15 +698,15 @@ def make_play(config: Config) -> Callable:
     """Returns play(params, key) -> Episode, [episodes, K] each, full ones in new environments."""
     config = resolve(config)
     env_reset, env_step, agents = make_env(config)
-    actor = Actor(agents, config)
+    network = ActorCritic(agents, config)
+    apply_all = jax.vmap(lambda params, obs: network.apply({"params": params}, obs))
 
     def unfinished(state):
         return state.obs.active.any()
 
     def play_step(state):
         key, action_key, step_key = jax.random.split(state.key, 3)
-        outputs = jax.vmap(actor.apply)(state.params["actor"], state.obs.view)
-        policy = make_policy(outputs, state.obs.mask)
+        policy, _ = apply_all(state.params, state.obs)
         action = policy.mode() if config.eval_greedy else policy.sample(seed=action_key)
         step_keys = jax.random.split(step_key, config.eval_episodes)
         obs, env_state, *outcome = env_step(step_keys, state.env_state, action)

@@ -190,18 +190,13 @@ def test_losses_and_gradients_are_those_of_ppo_ff(clip_value):
     expected, measured = jax.grad(ppo_ff.ppo_loss, has_aux=True)(
         params, both, old, advantage, target, plain
     )
-    weight = jnp.ones(16)
-    actor, from_actor = jax.grad(ippo.actor_loss, has_aux=True)(
-        params, lambda params, _: params["logits"], new, advantage, weight, config, hyper
+    actual, metrics = jax.grad(ippo.ppo_loss, has_aux=True)(
+        params, both, new, advantage, target, jnp.ones(16), config, hyper
     )
-    critic, from_critic = jax.grad(ippo.critic_loss, has_aux=True)(
-        params, lambda params, _: params["value"], new, target, weight, config, hyper
-    )
-    np.testing.assert_array_equal(actor["logits"], expected["logits"])
-    np.testing.assert_array_equal(critic["value"], expected["value"])
-    assert not actor["value"].any() and not critic["logits"].any()
+    assert_same(actual, expected)
     assert np.abs(expected["logits"]).max() > 0.01 and np.abs(expected["value"]).max() > 0.01
-    for name, x in {**from_actor, **from_critic}.items():
+    assert {*metrics} == {*measured}
+    for name, x in metrics.items():
         np.testing.assert_array_equal(x, measured[name], err_msg=name)
 
 
@@ -234,12 +229,12 @@ def test_training_one_agent_is_ppo_ff(use, monkeypatch):
     assert (config.actor_epochs, config.critic_epochs) == (4, 4)
     plain = ppo_ff.Config(**same, lr=0.01, vf_coef=1.0, network="mlp", update_epochs=4)
     state, program = start(ippo, config)
-    # [D, S, G] of each, in the names of ppo_ff's one network: the heads are made first.
-    names = {"actor": (0, 1, 2), "critic": (3, 4, 5)}
+    # [D, S, G] of each, in the names of ppo_ff's one network, where the heads are made first.
+    names = {"actor": (1, 2, 0), "critic": (4, 5, 3)}
 
     def merge(params):
         layers = {
-            f"Dense_{number}": params[part]["params"][f"Dense_{i}"]
+            f"Dense_{number}": params[part][f"Dense_{i}"]
             for part, numbers in names.items()
             for i, number in enumerate(numbers)
         }
@@ -257,8 +252,7 @@ def test_training_one_agent_is_ppo_ff(use, monkeypatch):
     assert metrics["agent/agent_0/terminated"].max() > 0
     assert metrics["agent/agent_0/truncated"].max() > 0
     assert metrics["policy/clip_fraction"].max() > 0
-    # The norm is that of two gradients here, averaged apart.
-    for name in {*plain_metrics} - {"optim/grad_norm"}:
+    for name in plain_metrics:
         np.testing.assert_allclose(
             metrics[name], plain_metrics[name], rtol=1e-4, atol=2e-6, err_msg=name
         )
@@ -331,15 +325,17 @@ def test_entropy_and_log_prob_are_those_of_the_allowed_actions_alone():
 
 
 def masked_gradient(outputs, mask, action, **fields):
-    """d actor_loss / d outputs, entropy bonus included."""
+    """d ppo_loss / d outputs, entropy bonus included."""
     config, rows = small(ent_coef=0.5), len(mask)
     hyper = ippo.Hyper(*[jnp.float32(getattr(config, name)) for name in ippo.Hyper._fields])
     seen = ippo.Observation(jnp.zeros((rows, 1)), mask, jnp.ones(rows, bool))
     log_prob = ippo.make_policy(outputs, mask).log_prob(action) + 0.01
     batch = ippo.Transition(seen, action, log_prob, *[None] * 5)
-    grad = jax.grad(ippo.actor_loss, has_aux=True)
-    advantage = jnp.array([1.0, -1.0, 2.0])[:rows]
-    return grad(outputs, lambda x, _: x, batch, advantage, jnp.ones(rows), config, hyper)[0]
+    grad = jax.grad(ippo.ppo_loss, has_aux=True)
+    advantage, zeros = jnp.array([1.0, -1.0, 2.0])[:rows], jnp.zeros(rows)
+    apply_fn = lambda outputs, obs: (ippo.make_policy(outputs, obs.mask), zeros)
+    lessons = (batch, advantage, zeros, jnp.ones(rows))
+    return grad(outputs, apply_fn, *lessons, config, hyper)[0]
 
 
 def test_a_masked_action_gets_no_gradient():
@@ -476,13 +472,17 @@ def test_the_bootstrap_of_a_cut_agent_is_the_value_of_its_final_observation(use,
     config = small(num_envs=32, num_steps=12, total_timesteps=384)
     state, program = start(ippo, config)
     params = jax.tree.map(lambda x: 2.0 * x, state.params)  # so that values are far apart
-    critic = jax.tree.map(lambda x: np.array(x)[0, 0, 0], params["critic"])
+    network = ippo.ActorCritic(ippo.make_env(config)[-1], config)
+    weights = {"params": jax.tree.map(lambda x: np.array(x)[0, 0, 0], params)}
     program(state._replace(params=params))
     jax.effects_barrier()
-    ((reward, value, next_value, terminated, done),) = records  # [T, R]
+    (record,) = records
+    reward, value, next_value, terminated, done = (x.reshape(12, -1) for x in record)  # [T, R]
     cut = done & ~terminated
     assert cut.any() and terminated.any()
-    value_of = lambda view: ippo.Critic(config).apply(critic, jnp.array(view)[None])[0]
+    mask, active = jnp.ones((1, 3), bool), jnp.ones(1, bool)
+    seen = lambda view: ippo.Observation(jnp.array(view)[None], mask, active)
+    value_of = lambda view: network.apply(weights, seen(view))[1][0]
     for t, row in np.argwhere(cut):
         k = row // 32
         distance = -reward[t, row]
@@ -529,6 +529,54 @@ def test_sizes_that_differ_are_padded(use):
     np.testing.assert_array_equal(obs.view.reshape(2, 64, 5)[:, 0], expected)
     mask = obs.mask.reshape(2, 64, 2)[:, 0]
     np.testing.assert_array_equal(mask, [[True, False], [True, True]])
+
+
+class Picture(Toy):
+    """The same walk, seen in a picture of 3 x 4 pixels with 2 planes."""
+
+    def see(self, state):
+        pixels = lambda x: jnp.zeros((3, 4, 2)).at[1, 2].set(x)
+        return {name: pixels(x) for name, x in super().see(state).items()}
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_picture_stays_one_and_every_pixel_names_the_agent(use, share):
+    use(Picture(3))
+    keys = jax.random.split(jax.random.key(0), 6)
+    obs, _ = ippo.make_env(small(share_parameters=share))[0](keys)
+    assert obs.view.shape == ((1, 18, 3, 4, 5) if share else (3, 6, 3, 4, 2))
+    view = np.array(obs.view).reshape(3, 6, 3, 4, -1)
+    for k in range(3):
+        np.testing.assert_allclose(view[k, :, 1, 2, 0], 0.1 * k)
+        np.testing.assert_array_equal(
+            view[k, ..., 2:], np.eye(3)[k][: view.shape[-1] - 2] + 0 * view[k, ..., 2:]
+        )
+    assert view[..., :2].sum() == pytest.approx(6 * 0.3)
+    flat, _ = ippo.make_env(small(share_parameters=share, network="mlp"))[0](keys)
+    assert flat.view.shape == ((1, 18, 27) if share else (3, 6, 24))
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_a_picture_trains_a_convolution_and_then_a_dense_network(use, share):
+    use(Picture(3))
+    shapes = {}
+    for network in ("auto", "cnn", "mlp"):
+        before, after, _ = train(small(share_parameters=share, network=network), num_updates=1)
+        assert differ(before.params["actor"], after.params["actor"])
+        assert differ(before.params["critic"], after.params["critic"])
+        layers = before.params["critic"]
+        shapes[network] = {n: x["kernel"].shape[2:] for n, x in layers.items() if "kernel" in x}
+    planes = 5 if share else 2
+    assert shapes["auto"] == shapes["cnn"]
+    # 3 x 3 patches of the planes, 16 features at each of 1 x 2 places, the value.
+    expected = {"Dense_0": (9 * planes, 16), "Dense_1": (32, 4), "Dense_2": (4, 1)}
+    assert shapes["cnn"] == expected
+    assert shapes["mlp"]["Dense_0"] == (27 if share else 24, 4)
+
+
+def test_what_is_no_picture_has_no_convolution(toy):
+    with pytest.raises(ippo.ConfigError, match="--network mlp"):
+        ippo.make_train(small(network="cnn"))
 
 
 def test_continuous_actions_reach_their_aim(use):
@@ -650,7 +698,7 @@ def test_target_kl_stops_the_actor_after_the_epoch_that_exceeds_it(toy):
 def test_target_kl_stops_every_network_by_itself(use):
     use(Toy(3, scale={"agent_0": 0.0}))
     config = small(share_parameters=False, actor_epochs=6, actor_lr=0.02, ent_coef=0.0)
-    _, after, metrics = train(dataclasses.replace(config, target_kl=0.002), num_updates=1)
+    _, after, metrics = train(dataclasses.replace(config, target_kl=0.016), num_updates=1)
     epochs = gradient_steps(after, "actor") // 2
     assert len({*epochs.tolist()}) > 1
     assert metrics["actor/epochs"][0, 0] == pytest.approx(epochs.mean())
@@ -896,6 +944,21 @@ def follow(env_id, choose, steps):
         obs, env_state, *outcome = step(keys, env_state, choose(obs, t))
         seen.append((before, obs, *outcome))
     return agents, seen
+
+
+@needs_jaxmarl
+@pytest.mark.parametrize("env_id, nearest", [("overcooked/ring", "coord_ring"), ("SMAX/3m", "/3m")])
+def test_an_unknown_map_of_jaxmarl(env_id, nearest):
+    with pytest.raises(ippo.ConfigError, match=f"nearest are.*{nearest}"):
+        ippo.load_env(env_id)
+
+
+@needs_jaxmarl
+def test_a_map_of_jaxmarl_is_named_behind_its_environment():
+    assert len(ippo.load_env("HeuristicEnemySMAX/3m").agents) == 3
+    assert len(ippo.load_env("HeuristicEnemySMAX/8m").agents) == 8
+    assert ippo.load_env("overcooked/coord_ring").obs_shape == (5, 5, 26)
+    assert ippo.load_env("overcooked").obs_shape == (5, 4, 26)
 
 
 @needs_jaxmarl
