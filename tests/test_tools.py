@@ -1,6 +1,7 @@
 """plot.py, enjoy.py and the notebooks: their numbers, their films and what a wrong input says."""
 
 import csv
+import importlib.util
 import itertools
 import json
 import shutil
@@ -258,6 +259,83 @@ def test_a_picture_moves_with_its_state(env_id):
     after = draw(state)
     assert before.dtype == np.uint8 and before.shape == after.shape and before.shape[2] == 3
     assert (before != after).any() and fps > 0
+
+
+# ------------------------------------------------------------------------------------ many agents
+@pytest.fixture(scope="module")
+def many_agents(tmp_path_factory):
+    """The folder of a finished run of two seeds of ippo.py."""
+    import ippo
+
+    sizes = {"num_envs": 4, "num_steps": 4, "total_timesteps": 64, "num_minibatches": 2}
+    sizes |= {"hidden_size": 4, "num_calls": 4, "num_evals": 2, "eval_episodes": 5, "num_seeds": 2}
+    run_dir = tmp_path_factory.mktemp("ippo") / "run"
+    ippo.main(ippo.Config(env_id="rings", actor_lr=0.05, run_dir=str(run_dir), **sizes))
+    return run_dir
+
+
+@pytest.mark.parametrize("seed_index", [0, 1])
+def test_the_tape_of_many_agents_holds_whole_episodes(many_agents, seed_index):
+    module, config, params, seeds = enjoy.load_run(many_agents, "best", seed_index)
+    key = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), seeds)[seed_index]
+    returns, tape = enjoy.replay(module, config, params, key, 3)
+    best = flax.serialization.msgpack_restore((many_agents / "best.msgpack").read_bytes())["state"]
+    assert returns.mean() == pytest.approx(best["eval_return"][0, seed_index], rel=1e-4)
+    _, advance, _ = enjoy.make_viewer("rings")
+    over = lambda state: not state.ahead.any() or state.step == module.Rings.time_limit
+    lengths = set()
+    for episode, total in zip(enjoy.episodes_of(tape, advance), returns, strict=False):
+        *before, ((final, _), value) = episode
+        assert value == pytest.approx(total, rel=1e-5) and over(final)
+        assert not any(over(state) for (state, _), _ in before)
+        lengths.add(int(final.step))
+    assert len(lengths) > 1  # they do not end together
+
+
+def test_a_film_of_many_agents_shows_every_state(many_agents, tmp_path, capsys):
+    film = tmp_path / "out.gif"
+    enjoy.main([str(many_agents), "--episodes", "3", "--film", str(film), "--film-episodes", "2"])
+    frames = Image.open(film).n_frames
+    assert f"{frames} frames written to {film}" in capsys.readouterr().out
+    assert 2 * 2 <= frames <= 2 * 9
+
+
+@pytest.mark.skipif(importlib.util.find_spec("jaxmarl") is None, reason="pip install '.[marl]'")
+@pytest.mark.parametrize(
+    "env_id",
+    [
+        "MPE_simple_tag_v3",
+        "MPE_simple_facmac_v1",
+        "coin_game",
+        "overcooked",
+        "HeuristicEnemySMAX/3m",
+    ],
+)
+def test_a_picture_of_many_agents_moves_with_its_state(env_id):
+    """The state that `advance` returns is the one in which the script's step ends."""
+    import ippo
+
+    draw, advance, fps = enjoy.make_viewer(env_id)
+    reset, step, agents = ippo.make_env(ippo.Config(env_id=env_id))
+    keys = jax.random.split(jax.random.key(0), 1)
+    obs, env_state = reset(keys)
+    first = lambda tree: jax.tree.map(lambda x: np.asarray(x)[0], tree)
+    before, step, advance = draw(first(env_state)), jax.jit(step), jax.jit(advance)
+    for key in jax.random.split(jax.random.key(1), 4):
+        shape = (len(agents.names), agents.num_actions)
+        action = jax.random.uniform(key, shape, minval=-2.0, maxval=2.0)  # beyond the bounds, too
+        action = action if agents.continuous else jax.numpy.where(obs.mask[0], action, -9).argmax(1)
+        after = advance(key, first(env_state), action)
+        obs, env_state, *_ = step(key[None], env_state, action[None])
+        jax.tree.map(np.testing.assert_array_equal, after[0], first(env_state)[0])
+    image = draw(first(env_state))
+    assert image.dtype == np.uint8 and image.shape == before.shape and image.shape[2] == 3
+    assert (image != before).any() and fps > 0
+
+
+def test_an_environment_without_a_picture():
+    with pytest.raises(enjoy.RunError, match="nearest are|pip install|no film"):
+        enjoy.make_viewer("switch_riddle")
 
 
 def test_the_planes_have_a_colour_each():
