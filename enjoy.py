@@ -326,7 +326,7 @@ def draw_mpe(pen, state, env):
     """Agents blue, adversaries red, obstacles and landmarks in JaxMARL's own colours."""
     place = lambda x, y: (480 + 220 * x, 320 - 220 * y)
     pen.rectangle((*place(-1, 1), *place(1, -1)), outline="#e4e0d6", width=4)
-    for i in reversed(range(env.num_entities)):  # the agents on top
+    for i in np.argsort(-np.asarray(env.rad), kind="stable"):  # the small ones on top
         color = "#{:02x}{:02x}{:02x}".format(*map(int, env.colour[i]))
         if i < env.num_agents:
             color = RED if "adversary" in env.agents[i] else BLUE
