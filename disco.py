@@ -422,8 +422,9 @@ def embed(weights: dict, name: str, x: jax.Array) -> jax.Array:
 
 def mix_actions(weights: dict, name: str, x: jax.Array) -> jax.Array:
     """x [..., A, I] -> [..., A, O]. Treats all actions alike: each meets the mean of all."""
-    mean = jnp.broadcast_to(x.mean(axis=-2, keepdims=True), x.shape)
-    return nn.relu(linear(weights, name, jnp.concatenate([x, mean], axis=-1)))
+    own, mean = jnp.split(weights[f"{name}/w"].squeeze(0), 2)
+    mean = x.mean(axis=-2, keepdims=True) @ mean + weights[f"{name}/b"]  # [..., 1, O]
+    return nn.relu(x @ own + mean)
 
 
 # ----------------------------------------------------------------------------------------- rollout
@@ -491,7 +492,7 @@ def signed_log(x):
 def expected_value(logits):
     """Logits over the bins [..., 601] -> returns [...]."""
     bins = jnp.linspace(-MAX_VALUE, MAX_VALUE, NUM_BINS)
-    return unsquash((nn.softmax(logits) * bins).sum(axis=-1))
+    return unsquash(nn.softmax(logits) @ bins)
 
 
 def of_action(x, action):
