@@ -296,7 +296,7 @@ class Agent(nn.Module):
         x = dense(self.config.feature_size, name="torso_1")(x)
         logits = dense(self.num_actions, 1e-2, name="logits")(x)
         if self.config.rule != "disco":
-            return AgentOut(logits, None, None, None, dense(NUM_BINS, name="value")(x))
+            return AgentOut(logits, None, None, None, dense(NUM_BINS, 1e-2, name="value")(x))
         y = dense(NUM_PREDICTIONS, 1e-2, name="y")(x)
 
         # The LSTM reads [one-hot action, hidden]: the second part is the same for all actions.
@@ -734,10 +734,10 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 
 
 def baseline_rule(out: AgentOut, batch: Transition, meta: MetaState, config: Config):
-    """Normalised advantages and targets of the two baselines. Returns (adv, target, td, meta).
+    """Advantages and targets of the two baselines. Returns (adv, target, td, meta).
 
-    Without a critic the policy gradient has the return up to the trajectory's end, and the mean
-    that the normaliser subtracts.
+    Without a critic the policy gradient has the return up to the trajectory's end, normalised. Its
+    mean is weighted as the returns are: what the policy has given up is not pushed down for ever.
     """
     value, trace_lambda = expected_value(out.q), config.trace_lambda  # [T + 1, B]
     if config.rule == "policy_gradient":
@@ -747,9 +747,11 @@ def baseline_rule(out: AgentOut, batch: Transition, meta: MetaState, config: Con
     discount = config.gamma * (1 - batch.done[:-1])
     steps = (batch.reward[:-1], discount, value, ratio)
     adv, target = compute_vtrace(*steps, trace_lambda)
-    meta = meta._replace(adv=update_moments(meta.adv, adv, config.ema_decay))
-    mean, std = mean_and_std(meta.adv)
-    return (adv - mean) / std, target, target - value[:-1], meta
+    if config.rule == "policy_gradient":
+        meta = meta._replace(adv=update_moments(meta.adv, adv, config.ema_decay))
+        mean, std = mean_and_std(meta.adv)
+        adv = (adv - jnp.minimum(ratio, 1) * mean) / std
+    return adv, target, target - value[:-1], meta
 
 
 def learn(state: RunnerState, batch: Transition, weights, network, optimizer, config: Config):

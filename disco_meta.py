@@ -180,7 +180,7 @@ class Agent(nn.Module):
         x = dense(self.config.feature_size, name="torso_1")(x)
         logits = dense(self.num_actions, 1e-2, name="logits")(x)
         if self.config.rule != "disco":
-            return AgentOut(logits, None, None, None, dense(NUM_BINS, name="value")(x))
+            return AgentOut(logits, None, None, None, dense(NUM_BINS, 1e-2, name="value")(x))
         y = dense(NUM_PREDICTIONS, 1e-2, name="y")(x)
 
         # The LSTM reads [one-hot action, hidden]: the second part is the same for all actions.

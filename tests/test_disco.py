@@ -499,6 +499,25 @@ def test_policy_gradient_needs_no_critic():
     close(adv[0, :, 0], (expected - expected.mean()) / expected.std(), 1e-5)
 
 
+@pytest.mark.parametrize("rule", ["actor_critic", "policy_gradient"])
+def test_what_the_policy_has_given_up_is_not_pushed_further(rule):
+    """A replayed action that is hardly taken any more has no advantage, whatever the mean is."""
+    config = disco.Config(rule=rule, gamma=0.5, ema_decay=0.5)
+    logits = jnp.zeros((5, 1, 3)).at[1, 0, 0].set(-100.0)
+    out = disco.AgentOut(logits, None, None, None, jnp.ones((5, 1, 601)))
+    reward = jnp.array([1.0, 2.0, 4.0, 8.0, 0.0])[:, None]
+    done = jnp.ones((5, 1), bool)
+    action = jnp.zeros((5, 1), int)
+    batch = disco.Transition(None, action, jnp.zeros((5, 1, 3)), reward, done, done)
+    moments = disco.Moments(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
+    meta = disco.MetaState(moments, moments, jnp.zeros(1), jnp.zeros(1))
+    run = lambda meta: disco.baseline_rule(out, batch, meta, config)[0]
+    adv = on_devices(run)(stack(meta))[0, :, 0]
+    assert abs(adv[1]) < 1e-6 < abs(adv[jnp.array([0, 2, 3])]).min()
+    if rule == "actor_critic":  # values are zero: as the rewards are, not normalised
+        close(adv[jnp.array([0, 2, 3])], np.array([1.0, 4.0, 8.0]), LOOSE)
+
+
 # ---------------------------------------------------------------------------------- the harness
 SMALL = {
     "weights": "random",

@@ -11,8 +11,8 @@ import disco_meta
 
 SHARED = "make_catch lstm_cell dense Agent random_weights linear embed mix_actions compute_retrace "
 SHARED += "compute_vtrace compute_values make_features look_back lifetime_input discovered_rule "
-SHARED += "kl_divergence value_loss mean_loss disco_loss update_moments mean_and_std squash unsquash "
-SHARED += "expected_value of_action"
+SHARED += "kl_divergence value_loss mean_loss disco_loss update_moments mean_and_std unsquash "
+SHARED += "squash expected_value of_action"
 SMALL = {
     "env_id": "Catch-3x3",
     "num_envs": 3,
