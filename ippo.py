@@ -8,7 +8,8 @@ networks side by side. Deliberate differences from the papers and from most impl
 - a time limit is not a death. JaxMARL reports both as `done`: an episode that would go on if its
   clock stood at zero was cut by the time limit, and bootstraps from its true final observation;
 - an agent whose part of the episode is over while others play is left out of the loss;
-- actor and critic have their own optimizer, clipping and epochs; `--target-kl` stops the actor's;
+- actor and critic have their own optimizer, clipping and epochs; `--target-kl` stops the actor's.
+  They run side by side, and the one that is ready first waits;
 - observations are flattened and padded with zeros to the largest, but for images of one size;
   actions are padded, too: what an agent does not have, or may not do now, is masked out of samples,
   densities, entropy and gradients.
@@ -19,7 +20,7 @@ Shapes: T steps, N environments per device, K agents, G networks (1 or K), R row
     python ippo.py
     python ippo.py --env-id MPE_simple_tag_v3 --no-share-parameters
 
--54.0 ± 1.1 on MPE_simple_spread_v3 over 3 seeds, 1M steps each; 22k steps/s on one shared CPU core.
+-53.9 ± 1.3 on MPE_simple_spread_v3 over 3 seeds, 1M steps each; 44k steps per CPU-second.
 """
 
 # /// script
@@ -581,13 +582,12 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         params_key = jax.lax.all_gather(params_key, "devices")[0]
         params_keys = jax.random.split(params_key, agents.num_networks)
         first = jax.tree.map(lambda x: x[0], obs)  # [R, ...]
-        init = lambda key: network.init(key, first)["params"]
-        params = jax.lax.map(init, params_keys)  # [G, ...]
+        init_one = lambda key: network.init(key, first)["params"]
+        params = jax.lax.map(init_one, params_keys)  # [G, ...]
         opt_state = {part: jax.vmap(optimizer.init)(params[part]) for part in params}
         hyper = Hyper(*[jnp.float32(getattr(config, name)) for name in Hyper._fields])
         episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
-        update = jnp.int32(0)
-        return RunnerState(params, opt_state, hyper, env_state, obs, episode, update, key)
+        return RunnerState(params, opt_state, hyper, env_state, obs, episode, jnp.int32(0), key)
 
     def rollout_step(state, _):
         key, action_key, step_key = jax.random.split(state.key, 3)
@@ -596,14 +596,14 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         step_keys = jax.random.split(step_key, num_envs)
         obs, env_state, *outcome = env_step(step_keys, state.env_state, action)
         transition = Transition(state.obs, action, log_prob, value, *outcome)
-        active, done = state.obs.active, transition.done  # [G, R]
-        episode = state.episode.add(*outcome[:3], active)
-        ended = [x * done for x in (*episode, jnp.ones(done.shape))]
-        ended = [x.reshape(len(agents.names), num_envs).sum(1) for x in ended]  # [K] each
+        done = transition.done  # [G, R]
+        episode = state.episode.add(*outcome[:3], state.obs.active)
+        ended = jnp.stack([*episode, jnp.ones(done.shape)]) * done
+        ended = ended.reshape(-1, len(agents.names), num_envs).sum(2)  # [6, K]
         # An agent that has left waits for the others: what it came to is counted and forgotten.
         episode = jax.tree.map(lambda x: x * ~done, episode)
         state = state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
-        return state, (transition, jnp.stack(ended))
+        return state, (transition, ended)
 
     networks_only = RunnerState(0, 0, *[None] * 6)
 
@@ -643,8 +643,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         step = lambda state, minibatch: update_minibatch(state, learns, minibatch)
         state, metrics = jax.lax.scan(step, state._replace(key=key), jax.tree.map(take, samples))
         metrics = jax.tree.map(lambda x: x.mean(0), metrics)  # [G]
-        kl_limit = jnp.inf if config.target_kl is None else config.target_kl
-        actor_learns &= metrics["policy/approx_kl"] <= kl_limit
+        if config.target_kl is not None:
+            actor_learns &= metrics["policy/approx_kl"] <= config.target_kl
         return (state, actor_learns), (metrics, learns)
 
     def update_step(state, _):
@@ -701,9 +701,6 @@ def make_play(config: Config) -> Callable:
     network = ActorCritic(agents, config)
     apply_all = jax.vmap(lambda params, obs: network.apply({"params": params}, obs))
 
-    def unfinished(state):
-        return state.obs.active.any()
-
     def play_step(state):
         key, action_key, step_key = jax.random.split(state.key, 3)
         policy, _ = apply_all(state.params, state.obs)
@@ -713,8 +710,7 @@ def make_play(config: Config) -> Callable:
         reward, terminated, truncated, _ = outcome
         episode = state.episode.add(reward, terminated, truncated, state.obs.active)
         # Only the first episode counts: the next one, which has begun, finds nobody active.
-        active = state.obs.active & ~terminated & ~truncated
-        obs = obs._replace(active=active)
+        obs = obs._replace(active=state.obs.active & ~terminated & ~truncated)
         return state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
 
     def play(params, key):
@@ -722,7 +718,7 @@ def make_play(config: Config) -> Callable:
         obs, env_state = env_reset(jax.random.split(reset_key, config.eval_episodes))
         episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
         state = RunnerState(params, None, None, env_state, obs, episode, 0, key)
-        state = jax.lax.while_loop(unfinished, play_step, state)
+        state = jax.lax.while_loop(lambda state: state.obs.active.any(), play_step, state)
         by_agent = lambda x: x.reshape(len(agents.names), -1).T  # [episodes, K]
         return jax.tree.map(by_agent, state.episode)
 
