@@ -20,6 +20,7 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "shuffle": ALL,
     "dense": FEED_FORWARD,  # ppo_rnn's takes a dtype
     "ppo_loss": FEED_FORWARD,
+    "patches": ("ppo_ff", "ippo"),
     "describe": ALL,
     "open_run": ALL,
     "save": ALL,
