@@ -95,6 +95,7 @@ def draw_meta(options: Meta) -> None:
         right.plot(steps, mean, color=colour, label=f"{label}, {len(returns)} seeds")
         right.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
     finish(right, xlabel="environment steps", ylabel="return", title="New agents, rule frozen")
+    right.set(ylim=left.get_ylim())
     right.legend(frameon=False)
     figure.savefig(DOCS / "disco_meta.png", dpi=200)
 
