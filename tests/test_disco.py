@@ -613,31 +613,6 @@ def test_two_calls_are_one(rule):
     assert all(jax.tree.leaves(equal))
 
 
-@pytest.mark.usefixtures("quick_compilation")
-def test_a_whole_run_and_its_resumption(tmp_path, monkeypatch):
-    config = disco.Config(**SMALL, run_dir=str(tmp_path / "whole"))
-    disco.main(config)
-    names = {"config.json", "metrics.csv", "summary.json", "last.msgpack", "best.msgpack"}
-    assert {path.name for path in (tmp_path / "whole").iterdir()} == names | {"learning_curve.png"}
-
-    def crash(*args, write_rows=disco.write_rows, calls=[]):  # noqa: B006
-        write_rows(*args)
-        calls.append(args)
-        if len(calls) == 2:
-            disco.signal.raise_signal(disco.signal.SIGINT)
-
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(disco, "write_rows", crash)
-        disco.main(disco.Config(**SMALL, run_dir=str(tmp_path / "cut")))
-    disco.main(disco.Config(**SMALL, resume=str(tmp_path / "cut")))
-
-    def rows(name):
-        lines = (tmp_path / name / "metrics.csv").read_text().splitlines()
-        return [line.rpartition(",")[0] for line in lines]  # without the clock
-
-    assert rows("cut") == rows("whole") and len(rows("cut")) == 1 + 128 // 16
-
-
 # --------------------------------------------------------------------------------------- weights
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
