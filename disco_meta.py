@@ -25,6 +25,7 @@ devices.
 
 import csv
 import dataclasses
+import io
 import os
 import re
 import sys
@@ -38,6 +39,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 )
 
 import distrax
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -61,7 +63,8 @@ class Config:
 
     env_id: str = "Catch-5x5"  # Catch-<rows>x<columns>
     weights: str = "random"  # where to start: random, or an npz file of the meta-network
-    output: str = "meta.npz"  # npz file to write; the curve goes beside it, as csv
+    output: str = "meta.npz"  # npz file to write; beside it the curve as csv, the state as msgpack
+    resume: bool = False  # go on where the run that wrote `output` ended, or to more meta steps
     num_meta_steps: int = 800  # steps of the meta-network's optimizer, rounded to whole calls
     steps_per_call: int = 10  # meta steps in each call of the compiled program
     num_agents: int = 2  # the population
@@ -781,32 +784,62 @@ def make_train(config: Config, num_meta_steps: int) -> tuple[Callable, Callable]
 
 
 # -------------------------------------------------------------------------------------------- main
+def replace(path: Path, content: bytes) -> None:
+    """Write a file, under another name first: a crash leaves the previous one whole."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def load(path: Path, config: Config) -> dict[str, Any]:
+    """The checkpoint of an earlier call. Raises ConfigError: damaged, or of other options."""
+    try:
+        saved = flax.serialization.msgpack_restore(path.read_bytes())
+        options = saved["config"]
+    except Exception as error:
+        raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
+    for name, value in vars(config).items():
+        if name not in ("output", "resume", "num_meta_steps") and options.get(name) != value:
+            raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
+    return saved
+
+
 def main(config: Config) -> dict[str, np.ndarray]:
-    """Meta-train, write the curve as it goes and the weights at the end of every call.
+    """Meta-train; write the curve, the weights and the state at the end of every call.
 
     Returns the weights. Raises ConfigError for a wrong input.
     """
-    weights = load_weights(config.weights, config.seed)
     output, per_call = Path(config.output), config.steps_per_call
+    checkpoint, curve = output.with_suffix(".msgpack"), output.with_suffix(".csv")
+    saved = load(checkpoint, config) if config.resume else {"rows": "", "state": None}
+    weights = load_weights(config.weights, config.seed)
     init, train = make_train(config, per_call)
     state = init(jax.random.split(jax.random.key(config.seed), jax.device_count()), weights)
+    if config.resume:
+        place = lambda x, like: jax.device_put(x, like.sharding)
+        last = flax.serialization.from_state_dict(state, saved["state"])
+        state = jax.tree.map(place, last, state)
     local = lambda tree: jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
-    rows = []
-    for call in tqdm.trange(max(1, config.num_meta_steps // per_call), unit="call"):
+    weights, rows = local(state.weights), list(csv.DictReader(saved["rows"].splitlines()))
+    calls = range(len(rows) // per_call, max(1, config.num_meta_steps // per_call))
+    for call in tqdm.tqdm(calls, unit="call"):
         state, metrics = train(state)
-        metrics = local(metrics)
+        metrics, weights = local((metrics, state.weights))
+        if not all(np.isfinite(x).all() for x in weights.values()):
+            sys.exit(f"error: the weights are not finite, {output} is from before: lower --meta-lr")
         for i in range(per_call):
             row = {name: float(values[i]) for name, values in metrics.items()}
             rows.append({"meta_step": call * per_call + i + 1, **row})
-        with open(output.with_suffix(".csv"), "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-        weights = local(state.weights)
-        if not all(np.isfinite(x).all() for x in weights.values()):
-            sys.exit(f"error: the weights are not finite, {output} is from before: lower --meta-lr")
-        with open(output, "wb") as file:
-            np.savez(file, **weights)
+        table, file = io.StringIO(), io.BytesIO()
+        writer = csv.DictWriter(table, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        np.savez(file, **weights)
+        arrays = flax.serialization.to_state_dict(jax.device_get(state))
+        saved = {"config": vars(config), "rows": table.getvalue(), "state": arrays}
+        replace(checkpoint, flax.serialization.to_bytes(saved))
+        replace(output, file.getvalue())
+        replace(curve, table.getvalue().encode())
     return weights
 
 

@@ -1,5 +1,6 @@
 """disco_meta.py: that it meta-learns at all, and that its copies of disco.py's parts are copies."""
 
+import dataclasses
 import inspect
 
 import jax
@@ -97,3 +98,24 @@ def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
     assert disco.load_weights(str(path)).keys() == before.keys()
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert len(rows) == 3 and "nan" not in rows[2]
+
+
+def test_meta_training_goes_on_where_it_ended(tmp_path):
+    """Two calls in one run, or in two: the same bits, and the same curve."""
+    whole, parts = (str(tmp_path / name) for name in ("whole.npz", "parts.npz"))
+    config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=1, output=whole)
+    expected = disco_meta.main(config)
+    config = dataclasses.replace(config, output=parts)
+    disco_meta.main(dataclasses.replace(config, num_meta_steps=1))
+    with pytest.raises(disco_meta.ConfigError, match="meta_lr"):
+        disco_meta.main(dataclasses.replace(config, resume=True, meta_lr=0.5))
+    found = disco_meta.main(dataclasses.replace(config, resume=True))
+    assert found.keys() == expected.keys()
+    for name in expected:
+        np.testing.assert_array_equal(found[name], expected[name])
+    curves = [(tmp_path / name).read_text() for name in ("whole.csv", "parts.csv")]
+    assert curves[0] == curves[1] and len(curves[0].splitlines()) == 3
+    assert disco.load_weights(parts).keys() == disco.load_weights(whole).keys()
+    (tmp_path / "parts.msgpack").write_bytes(b"cut")
+    with pytest.raises(disco_meta.ConfigError, match="parts.msgpack is missing, cut short"):
+        disco_meta.main(dataclasses.replace(config, resume=True))
