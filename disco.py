@@ -14,7 +14,7 @@ C trajectories of replay per device, D devices, S seeds.
 
     python disco.py
 
-0.9 is reached after 26.9k, 38.0k and 27.5k steps with seeds 0, 1 and 2, and 1.0 kept over the last
+0.9 is reached after 25.5k, 42.0k and 28.8k steps with seeds 0, 1 and 2, and 1.0 kept over the last
 5k; chance is -0.75. The arithmetic is the original's to 1e-9 in float64: tests/test_disco.py.
 """
 
