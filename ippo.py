@@ -605,7 +605,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         state = state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
         return state, (transition, ended)
 
-    networks_only = RunnerState(0, 0, *[None] * 6)
+    nothing = RunnerState(*[None] * len(RunnerState._fields))
+    networks_only = nothing._replace(params=0, opt_state=0)
 
     @functools.partial(jax.vmap, in_axes=(networks_only, 0, 0), out_axes=(networks_only, 0))
     def update_minibatch(state, learns, minibatch):
@@ -651,7 +652,8 @@ def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable
         state, (rollout, ended) = jax.lax.scan(rollout_step, state, None, config.num_steps)
         _, last_value = apply_all(state.params, state.obs)  # [G, R]
         _, final_value = jax.vmap(apply_all, (None, 0))(state.params, rollout.final_obs)
-        # The value of the true next observation, [T, G, R], which no time limit and no end hides.
+        # The value of the true next observation, [T, G, R]. Other scripts look up the few that time
+        # limits hide; here one more pass of the critic, a 27th of all products, spares that.
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])
         next_value = jnp.where(rollout.done, final_value, next_value)
         steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
@@ -740,6 +742,7 @@ def make_evaluate(config: Config) -> Callable:
 
 # -------------------------------------------------------------------------------------------- main
 def describe(config: Config) -> dict[str, Any]:
+    """Every option and what else must be the same to continue a run."""
     return {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
 
 
@@ -769,7 +772,7 @@ def load(path: Path, config: Config | None = None) -> tuple[dict[str, Any], dict
             raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
     changed = {*RunnerState._fields, "eval_return"} ^ {*state}
     if config and changed:
-        raise ConfigError(f"{path} is of another version of {SCRIPT}.py: {changed} differ")
+        raise ConfigError(f"{path} is of another version of {SCRIPT}.py: {sorted(changed)} differ")
     return options, state
 
 
@@ -795,9 +798,12 @@ def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         about = {**describe(config), "versions": versions, "device": jax.devices()[0].device_kind}
         (run_dir / "config.json").write_text(json.dumps(about, indent=2))
         (run_dir / "summary.json").unlink(missing_ok=True)  # of a smaller budget
-        table, rows = run_dir / "metrics.csv", (update + 1) * config.num_seeds
-        lines = table.read_text().splitlines()[1 : 1 + rows] if last else []
-        table.write_text("\n".join([COLUMNS.replace(" ", ","), *lines, ""]))
+        table, rows = run_dir / "metrics.csv", 1 + (update + 1) * config.num_seeds
+        if last:
+            lines = table.read_bytes().splitlines(keepends=True)[:rows]
+            os.truncate(table, sum(map(len, lines)))  # in place: a full disk loses no row
+        else:
+            table.write_text(COLUMNS.replace(" ", ",") + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
     return run_dir, last, best
@@ -936,8 +942,8 @@ def main(config: Config) -> dict[str, Any]:
     if config.track and jax.process_index() == 0:
         import wandb  # not above: it takes a second
 
-        place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-        tracker = wandb.init(**place, id=run_dir.name, resume="allow", config=describe(config))
+        account = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
+        tracker = wandb.init(**account, id=run_dir.name, resume="allow", config=describe(config))
     if not last:
         returns = write_evaluation(run_dir, config, 0, evaluate(local(state.params), eval_keys(0)))
         origin = {"time/sps": np.full((1, seeds), np.nan), "eval/return": returns[None]}

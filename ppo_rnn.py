@@ -613,6 +613,7 @@ def make_evaluate(config: Config) -> Callable:
 
 # -------------------------------------------------------------------------------------------- main
 def describe(config: Config) -> dict[str, Any]:
+    """Every option and what else must be the same to continue a run."""
     return {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
 
 
@@ -642,7 +643,7 @@ def load(path: Path, config: Config | None = None) -> tuple[dict[str, Any], dict
             raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
     changed = {*RunnerState._fields, "eval_return"} ^ {*state}
     if config and changed:
-        raise ConfigError(f"{path} is of another version of {SCRIPT}.py: {changed} differ")
+        raise ConfigError(f"{path} is of another version of {SCRIPT}.py: {sorted(changed)} differ")
     return options, state
 
 
@@ -667,9 +668,12 @@ def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
         versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "xminigrid")}
         about = {**describe(config), "versions": versions, "device": jax.devices()[0].device_kind}
         (run_dir / "config.json").write_text(json.dumps(about, indent=2))
-        table, rows = run_dir / "metrics.csv", update * config.num_seeds
-        lines = table.read_text().splitlines()[1 : 1 + rows] if rows else []
-        table.write_text("\n".join([COLUMNS.replace(" ", ","), *lines, ""]))
+        table, rows = run_dir / "metrics.csv", 1 + update * config.num_seeds
+        if last:
+            lines = table.read_bytes().splitlines(keepends=True)[:rows]
+            os.truncate(table, sum(map(len, lines)))  # in place: a full disk loses no row
+        else:
+            table.write_text(COLUMNS.replace(" ", ",") + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
     return run_dir, last, best
@@ -779,8 +783,8 @@ def main(config: Config) -> dict[str, Any]:
     if config.track and jax.process_index() == 0:
         import wandb  # not above: it takes a second
 
-        place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-        tracker = wandb.init(**place, id=run_dir.name, resume="allow", config=describe(config))
+        account = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
+        tracker = wandb.init(**account, id=run_dir.name, resume="allow", config=describe(config))
     if not last:
         last = to_host(state, np.full(seeds, -np.inf))
         save(run_dir / "last.msgpack", config, last)

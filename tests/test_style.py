@@ -150,6 +150,15 @@ def test_every_option_is_read(text, tree):
     assert set(config_fields(tree)) - read == set()
 
 
+def test_what_follows_run_dir_may_change_when_a_run_goes_on(tree):
+    """A checkpoint is compared with the options before it: none of the others may teach."""
+    names = list(config_fields(tree))
+    assert names[names.index("run_dir") :] == [
+        *("run_dir", "resume", "checkpoint_every", "track", "wandb_project", "wandb_entity"),
+        *("distributed", "coordinator", "num_processes", "process_id"),
+    ]
+
+
 def owner(attribute):
     value = attribute.value
     return value.id if isinstance(value, ast.Name) else getattr(value, "attr", None)
