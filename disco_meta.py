@@ -822,9 +822,10 @@ def main(config: Config) -> dict[str, np.ndarray]:
     local = lambda tree: jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
     weights, rows = local(state.weights), list(csv.DictReader(saved["rows"].splitlines()))
     calls = range(len(rows) // per_call, max(1, config.num_meta_steps // per_call))
-    for call in tqdm.tqdm(calls, unit="call"):
+    for call in (bar := tqdm.tqdm(calls, unit="call")):
         state, metrics = train(state)
         metrics, weights = local((metrics, state.weights))
+        bar.set_postfix_str(f"return {metrics['episode/return'].mean():.3g}", refresh=False)
         if not all(np.isfinite(x).all() for x in weights.values()):
             sys.exit(f"error: the weights are not finite, {output} is from before: lower --meta-lr")
         for i in range(per_call):
@@ -837,9 +838,9 @@ def main(config: Config) -> dict[str, np.ndarray]:
         np.savez(file, **weights)
         arrays = flax.serialization.to_state_dict(jax.device_get(state))
         saved = {"config": vars(config), "rows": table.getvalue(), "state": arrays}
-        replace(checkpoint, flax.serialization.to_bytes(saved))
         replace(output, file.getvalue())
         replace(curve, table.getvalue().encode())
+        replace(checkpoint, flax.serialization.to_bytes(saved))  # last: all before it is written
     return weights
 
 
@@ -850,6 +851,9 @@ def cli() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:  # what the calls before it reached is written
+        print("interrupted: continue with the same command and --resume")
+        sys.exit(130)
 
 
 if __name__ == "__main__": cli()  # fmt: skip

@@ -256,7 +256,7 @@ def in_a_process(*args, devices=1, cache=None):
         env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     if cache:
         env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        env["JAX_PERSISTENT_COMPILATION_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     args = [time.time() if arg == PARENT_TIME else arg for arg in args]
     command = [sys.executable, "-W", "ignore", __file__, "--measure", json.dumps(args)]
     result = subprocess.run(command, env=env, capture_output=True, text=True)

@@ -2,10 +2,22 @@
 
 import gc
 import importlib
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import jax
 import pytest
+
+# Many tests, and the processes they start, compile the same program: all of them share a new cache.
+CACHE = "JAX_COMPILATION_CACHE_DIR"
+OWN_CACHE = CACHE not in os.environ  # in the process that collects; its workers inherit it
+if OWN_CACHE:
+    os.environ[CACHE] = tempfile.mkdtemp(prefix="jax-cache-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
@@ -34,6 +46,11 @@ TINY = {  # what differs from SMALL
         "head_size": 4,
     },
 }
+
+
+def pytest_unconfigure():
+    if OWN_CACHE:
+        shutil.rmtree(os.environ[CACHE], ignore_errors=True)
 
 
 def load_script(name):

@@ -685,7 +685,7 @@ def test_everything_in_float64():
     """This file again, where JAX computes in float64."""
     if DOUBLE:
         pytest.skip("is this very process")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-rs"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", __file__]
     env = {**os.environ, "JAX_ENABLE_X64": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

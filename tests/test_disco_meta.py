@@ -2,6 +2,8 @@
 
 import dataclasses
 import inspect
+import signal
+import sys
 
 import jax
 import numpy as np
@@ -100,13 +102,30 @@ def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
     assert len(rows) == 3 and "nan" not in rows[2]
 
 
-def test_meta_training_goes_on_where_it_ended(tmp_path):
-    """Two calls in one run, or in two: the same bits, and the same curve."""
+def test_meta_training_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
+    """Two calls in one run, or in two with Ctrl-C between: the same bits, and the same curve."""
     whole, parts = (str(tmp_path / name) for name in ("whole.npz", "parts.npz"))
     config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=1, output=whole)
     expected = disco_meta.main(config)
     config = dataclasses.replace(config, output=parts)
-    disco_meta.main(dataclasses.replace(config, num_meta_steps=1))
+    replace = disco_meta.replace
+
+    def interrupted(path, content):
+        replace(path, content)
+        if path.suffix == ".msgpack":  # the last of the files
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disco_meta, "replace", interrupted)
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+        flags += ["--num-meta-steps=2", "--steps-per-call=1", f"--output={parts}"]
+        patch.setattr(sys, "argv", ["disco_meta.py", *flags])
+        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(SystemExit) as exit_code:
+            disco_meta.cli()
+        signal.signal(signal.SIGINT, handler)
+    assert exit_code.value.code == 130 and "--resume" in capsys.readouterr().out
+    assert len((tmp_path / "parts.csv").read_text().splitlines()) == 2
     with pytest.raises(disco_meta.ConfigError, match="meta_lr"):
         disco_meta.main(dataclasses.replace(config, resume=True, meta_lr=0.5))
     found = disco_meta.main(dataclasses.replace(config, resume=True))
