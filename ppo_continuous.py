@@ -747,7 +747,8 @@ def main(config: Config) -> dict[str, Any]:
                 returns = np.asarray(evaluate(local(state.params), eval_keys(update))).mean(axis=1)
                 metrics["eval/return"][-1] = returns
             write_rows(run_dir, config, update, metrics, tracker)
-            recent = metrics["episode/return"][-1].mean()
+            recent = metrics["episode/return"][-1]  # [S], NaN where no episode ended
+            recent = np.nanmean(recent) if np.isfinite(recent).any() else np.nan
             bar.set_postfix_str(f"update {update}, return {recent:.4g}", refresh=False)
             bar.update(per_call * config.batch_size)
             if not is_finite.all():

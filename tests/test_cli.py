@@ -387,6 +387,20 @@ def test_every_option_changes_the_program(module, name, programs):
     assert lower(module, tiny(module, **{name: value})) != programs[lower]
 
 
+def test_the_progress_line_shows_the_seeds_that_ended_an_episode(
+    module, base, tmp_path, monkeypatch
+):
+    write_rows = module.write_rows
+
+    def one_without_an_episode(run_dir, config, update, metrics, tracker):
+        write_rows(run_dir, config, update, metrics, tracker)
+        metrics["episode/return"] = np.array([[np.nan, 7.0]])
+
+    monkeypatch.setattr(module, "write_rows", one_without_an_episode)
+    code, _, err = run(module, *flags(base.config), "--run-dir", tmp_path / "run")
+    assert code == 0 and "return 7]" in err, err
+
+
 def test_seed_and_num_evals_change_the_run(module, base, tmp_path):
     words = flags(dataclasses.replace(base.config, seed=1, num_evals=1))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "run")
