@@ -855,10 +855,11 @@ def plot_curve(run_dir: Path, config: Config) -> None:
     axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
     for name, style in (("episode/return", "-"), ("eval/return", "o--")):
         steps, returns = (table[x].reshape(-1, config.num_seeds) for x in ("env_steps", name))
-        parts = np.array_split(np.flatnonzero(np.isfinite(returns).all(axis=1)), 100)
-        points = [(steps[part].mean(), *returns[part].mean(axis=0)) for part in parts if len(part)]
-        steps, *curves = np.array(points or np.empty((0, 1 + config.num_seeds))).T
-        mean, spread = np.mean(curves, axis=0), np.std(curves, axis=0)
+        parts = np.array_split(np.flatnonzero(np.isfinite(returns).any(axis=1)), 100)
+        returns = np.ma.masked_invalid(returns)  # an update may end no episode of a seed
+        points = [(steps[part], returns[part].mean(axis=0)) for part in parts if len(part)]
+        curve = [(step.mean(), seeds.mean(), seeds.std()) for step, seeds in points]
+        steps, mean, spread = np.array(curve or np.empty((0, 3))).T
         axes.plot(steps, mean, style, label=name)
         axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
     axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")

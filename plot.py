@@ -72,7 +72,8 @@ def read_run(run_dir: Path, metric: str) -> tuple[dict, Curve]:
 def pool(curves: list[Curve]) -> Curve:
     """All seeds of several runs, averaged within equal intervals of environment steps.
 
-    An interval counts where every seed has measured something: up to the end of the shortest run.
+    An interval counts from where every seed has measured something to the end of the shortest run.
+    What a seed did not measure in between is interpolated, behind its last value that is kept.
     """
     edges = np.linspace(0, max(curve.steps[-1] for curve in curves), POINTS + 1)
     binned = []
@@ -88,7 +89,11 @@ def pool(curves: list[Curve]) -> Curve:
             mean[k] = np.where(count > 0, total / np.maximum(count, 1), np.nan)
         binned.append(mean)
     returns = np.hstack([mean[:, 2:] for mean in binned])  # [K, S]
-    kept = np.isfinite(returns).all(axis=1)
+    for seed in returns.T:
+        known = np.flatnonzero(np.isfinite(seed))
+        if known.size:
+            seed[:] = np.interp(np.arange(POINTS), known, seed[known], left=np.nan)
+    kept = np.isfinite(np.hstack([returns, *(mean[:, :2] for mean in binned)])).all(axis=1)
     if not kept.any():
         raise RunError("these runs have no stretch in common where all have measured something")
     steps, seconds = np.mean([mean[kept, :2] for mean in binned], axis=0).T

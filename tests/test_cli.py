@@ -17,6 +17,7 @@ from pathlib import Path
 
 import flax.serialization
 import jax
+import matplotlib.axes
 import numpy as np
 import pytest
 from conftest import ROOT, SCRIPTS, load_script, tiny
@@ -260,6 +261,24 @@ def test_seeds_are_apart_in_the_rows(base):
 
 def test_the_learning_curve_is_a_picture(base):
     assert (base.path / "learning_curve.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_the_learning_curve_is_that_of_the_seeds_that_ended_an_episode(
+    module, base, tmp_path, monkeypatch
+):
+    lines, plot = [], matplotlib.axes.Axes.plot
+    monkeypatch.setattr(
+        matplotlib.axes.Axes,
+        "plot",
+        lambda axes, *xy, **kw: lines.append(xy) or plot(axes, *xy, **kw),
+    )
+    rows = ["0,10,1,", "1,10,3,", "0,20,,", "1,20,5,2", "0,30,,4", "1,30,,"]
+    text = "\n".join(["seed,env_steps,episode/return,eval/return", *rows])
+    (tmp_path / "metrics.csv").write_text(text)
+    module.plot_curve(tmp_path, dataclasses.replace(base.config, num_seeds=2))
+    (steps, mean, _), (eval_steps, eval_mean, _) = lines
+    np.testing.assert_array_equal([steps, mean], [[10, 20], [2, 5]])
+    np.testing.assert_array_equal([eval_steps, eval_mean], [[20, 30], [2, 4]])
 
 
 def test_a_run_without_a_folder_gets_a_name_of_its_own(module, base, monkeypatch, tmp_path):

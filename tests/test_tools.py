@@ -111,6 +111,18 @@ def test_gaps_and_a_cut_last_row_are_left_out(tmp_path):
     np.testing.assert_allclose(curve.returns, returns[1:])
 
 
+def test_what_a_seed_did_not_measure_is_filled_in_from_its_own_returns(tmp_path):
+    """Between two values on the line through them, behind the last one that one, before none."""
+    nan = np.nan
+    returns = [[nan, 1], [2, 2], [nan, nan], [6, nan]]
+    curve = one_curve(tmp_path, write_run(tmp_path / "run", returns, [100, 100]))
+    np.testing.assert_array_equal(curve.steps, [2 * STEPS, 4 * STEPS])  # the third has no value
+    np.testing.assert_array_equal(curve.returns, [[2, 2], [6, 2]])
+    returns = [[1, 1], [2, nan], [3, nan], [4, 7]]
+    curve = one_curve(tmp_path, write_run(tmp_path / "other", returns, [100, 100]))
+    np.testing.assert_allclose(curve.returns, [[1, 1], [2, 3], [3, 5], [4, 7]], atol=0.1)
+
+
 def test_what_is_no_run_cannot_be_plotted(tmp_path):
     (tmp_path / "empty").mkdir()
     bad = write_run(tmp_path / "json", made_up(3), (1, 1))
