@@ -851,6 +851,8 @@ def cli() -> None:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except OSError as error:
+        sys.exit(f"error: {error}; what was saved before is whole")
     except KeyboardInterrupt:  # what the calls before it reached is written
         print("interrupted: continue with the same command and --resume")
         sys.exit(130)
