@@ -5,6 +5,9 @@ environment steps per call and the number of timed calls, and returns the second
 steps of a call and the seconds of each call.
 """
 
+import contextlib
+import io
+import runpy
 import sys
 import time
 import types
@@ -114,6 +117,92 @@ def rejax(path, script, options, steps_per_call, calls):
     ).replace(eval_callback=lambda *_: ())
     seconds, call = compiled(lambda key: agent.train(key), jax.random.PRNGKey(0))
     return seconds, steps, timed_calls(call, calls)
+
+
+def stoix(path, script, options, steps_per_call, calls):
+    import gymnax
+    from omegaconf import OmegaConf
+
+    sys.path.insert(0, path)
+    # Left out: its logger, which needs neptune, and its environments, which need all libraries.
+    for name in ("stoix.utils.logger", "stoix.utils.make_env"):
+        sys.modules[name] = types.ModuleType(name)
+    sys.modules["stoix.utils.logger"].LogEvent = sys.modules["stoix.utils.logger"].StoixLogger = (
+        None
+    )
+    import stoa
+    from stoa.core_wrappers.vmap import VmapWrapper
+    from stoa.env_adapters.gymnax import GymnaxToStoa
+    from stoa.utility_wrappers.extras_transforms import NoExtrasWrapper
+    from stoix.systems.ppo.anakin import ff_ppo
+
+    env, params = gymnax.make(options.get("env_id", "CartPole-v1"))
+    env = NoExtrasWrapper(GymnaxToStoa(FiveValues(env), params))
+    if "env_id" in options:  # Breakout's planes
+        env = stoa.FlattenObservationWrapper(env)
+    env = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
+    env = VmapWrapper(stoa.AutoResetWrapper(env, next_obs_in_extras=True))
+    folder = f"{path}/stoix/configs"
+    config = OmegaConf.create(
+        {
+            "system": OmegaConf.load(f"{folder}/system/ppo/ff_ppo.yaml"),
+            "network": OmegaConf.load(f"{folder}/network/mlp.yaml"),
+            "arch": OmegaConf.load(f"{folder}/arch/anakin.yaml"),
+            "logger": {"checkpointing": {"load_model": False}},
+        }
+    )
+    config.system.num_minibatches = options["num_minibatches"]
+    config.arch.num_envs = options["num_envs"]
+    for network in (config.network.actor_network, config.network.critic_network):
+        network.pre_torso.update({"layer_sizes": [64, 64], "activation": "tanh"})
+    batch = options["num_envs"] * options["num_steps"]
+    updates = max(1, steps_per_call // batch)
+    config.arch.num_updates = config.arch.num_updates_per_eval = updates
+    keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    learn, _, state = ff_ppo.learner_setup(env, keys, config)
+    start = time.perf_counter()
+    program = learn.lower(state).compile()
+    seconds = time.perf_counter() - start
+    return (
+        seconds,
+        updates * batch,
+        timed_calls(lambda: jax.block_until_ready(program(state)), calls),
+    )
+
+
+def cleanrl(path, script, options, steps_per_call, calls):
+    """Its script runs once, from the first to the last line; what warms up is its beginning."""
+    batch = options["num_envs"] * options["num_steps"]
+    updates = max(1, steps_per_call // 20 // batch)  # it takes its time
+    reached = []  # (environment steps, seconds) after each update
+
+    class Writer:
+        def __init__(self, folder):
+            pass
+
+        def add_text(self, *args):
+            pass
+
+        def add_scalar(self, name, value, step):
+            if name == "charts/SPS":
+                reached.append((step, time.perf_counter()))
+
+        def close(self):
+            pass
+
+    sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Writer)
+    arguments = {
+        "num-envs": options["num_envs"],
+        "num-steps": options["num_steps"],
+        "update-epochs": options["update_epochs"],
+        "num-minibatches": options["num_minibatches"],
+        "total-timesteps": (calls + 1) * updates * batch,
+    }
+    sys.argv = ["ppo", *(f"--{option}={value}" for option, value in arguments.items())]
+    with contextlib.redirect_stdout(io.StringIO()):
+        runpy.run_path(f"{path}/cleanrl/ppo.py", run_name="__main__")
+    ends = [seconds for step, seconds in reached if step % (updates * batch) == 0]
+    return 0.0, updates * batch, list(np.diff(ends))
 
 
 def xland(path, script, options, steps_per_call, calls):

@@ -52,9 +52,9 @@ WORK = {  # name: script and configuration
     "Catch 8x8, random rule": ("disco", {"weights": "random"}),
 }
 PEERS = {  # name of the work: the peers that do the same
-    "CartPole 4 envs": ["purejaxrl", "rejax"],
-    "CartPole 64 envs": ["purejaxrl", "rejax"],
-    "Breakout MLP 64 envs": ["purejaxrl"],
+    "CartPole 4 envs": ["purejaxrl", "rejax", "stoix", "cleanrl"],
+    "CartPole 64 envs": ["purejaxrl", "rejax", "stoix", "cleanrl"],
+    "Breakout MLP 64 envs": ["purejaxrl", "stoix"],
     "Pendulum 64 envs": ["purejaxrl"],
     "Pendulum, statistics": ["purejaxrl"],
     "Empty-6x6 GRU 64": ["xland"],
