@@ -5,7 +5,8 @@ meta-network's targets; the meta-network follows the gradient of how well they d
 through their updates. It starts from random weights or from given ones and writes a file that
 `disco.py --weights` takes. One meta step, for every agent: `inner_updates` rollouts and one for
 validation, all with the same parameters; an update on each of the former; then on the latter a
-policy gradient, with the advantages of a critic that learns beside. Agents are never reset.
+policy gradient, with the advantages of a critic that learns beside. As in the released notebook,
+agents are never reset, unless `--lifetime` says so.
 The critic here credits the reward to the action that earned it; the original's is one step off.
 Networks, rule and losses are those of disco.py, line by line.
 
@@ -68,6 +69,7 @@ class Config:
     num_meta_steps: int = 800  # steps of the meta-network's optimizer, rounded to whole calls
     steps_per_call: int = 10  # meta steps in each call of the compiled program
     num_agents: int = 2  # the population
+    lifetime: int | None = None  # meta steps after which an agent starts anew; None: never
     num_envs: int = 32  # parallel environments of each agent over all devices
     num_steps: int = 17  # steps of every environment in a rollout, one more than transitions
     valid_steps: int = 32  # the same, for validation
@@ -759,8 +761,18 @@ def make_train(config: Config, num_meta_steps: int) -> tuple[Callable, Callable]
         losses, (learners, metrics) = jax.vmap(loss)(learners, batches, valid)
         return losses.mean(), (learners, jax.tree.map(jnp.mean, metrics))
 
+    def renew(state, age):
+        """An agent at the end of its life leaves its place to a new one."""
+        key, fresh_key = jax.random.split(state.key)
+        old, fresh = state._replace(key=key), init_agent(fresh_key)
+        return jax.tree.map(lambda x, y: jnp.where(age == 0, x, y), fresh, old)
+
     def meta_step(state, _):
-        agents, batches, valid = jax.vmap(act_all)(state.agents)
+        agents, meta_steps = state.agents, optax.tree.get(state.opt_state, "count")
+        if config.lifetime:  # the agents are of all ages
+            ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
+            agents = jax.vmap(renew)(agents, (ages + meta_steps) % config.lifetime)
+        agents, batches, valid = jax.vmap(act_all)(agents)
         grad = jax.grad(population_loss, has_aux=True)
         grads, (learner, metrics) = grad(state.weights, agents.learner, batches, valid)
         # Rewards come only at the end of an episode, one each.

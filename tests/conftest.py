@@ -19,6 +19,11 @@ if OWN_CACHE:
     jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
+# Hardly any is about speed: all compile in less than half the time, to slower programs.
+QUICK = "JAX_DISABLE_MOST_OPTIMIZATIONS"
+os.environ[QUICK] = "true"
+jax.config.update("jax_disable_most_optimizations", True)
+
 ROOT = Path(__file__).parent.parent
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
 
@@ -65,6 +70,15 @@ def tiny(module, **changes):
 def module(request):
     """Each script in turn, imported."""
     return load_script(request.param)
+
+
+@pytest.fixture
+def full_optimization(monkeypatch):
+    """For a test, and the processes that it starts, that trains for so long that it pays."""
+    monkeypatch.delenv(QUICK)
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -129,15 +129,6 @@ for cls in (Tasks, Clock, Cue, Target):
     gymnax.register(f"Probe{cls.__name__}-continuous", lambda cls=cls: cls(continuous=True))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """A module that imports it compiles in less than half the time, to slower programs."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 def probe_config(module, name, **changes):
     """A small configuration of the script for one of the environments above."""
     env_id = f"Probe{name}-{'continuous' if module.SCRIPT in CONTINUOUS else 'discrete'}"

@@ -4,6 +4,7 @@ import contextlib
 import csv
 import dataclasses
 import functools
+import inspect
 import io
 import json
 import os
@@ -32,14 +33,6 @@ SUMMARY = "script env_id env_steps num_seeds eval_return_mean eval_return_std ev
 SUMMARY += "best_eval_return_mean eval_episodes compile_seconds train_seconds steps_per_second "
 SUMMARY = (SUMMARY + "device num_devices").split()
 TRACKING = {"track": True, "wandb_project": "a project", "wandb_entity": "a team"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """These tests compile many small programs, and none is about speed."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture(scope="module")
@@ -375,8 +368,21 @@ def lowered_evaluation(module, config):
 
 @pytest.fixture(scope="module")
 def programs(module):
-    """lowered(config), both programs of the unchanged configuration."""
-    return {lower: lower(module, tiny(module)) for lower in (lowered_training, lowered_evaluation)}
+    """lowered(config), both programs of the unchanged configuration; environments traced once."""
+    make_env, made = module.make_env, {}
+    read = set(re.findall(r"config\.(\w+)", inspect.getsource(make_env)))
+
+    def make_env_once(config):
+        key = tuple(getattr(config, name) for name in sorted(read))
+        if key not in made:
+            reset, step, *rest = make_env(config)
+            made[key] = (jax.jit(reset), jax.jit(step), *rest)
+        return made[key]
+
+    lowerings = (lowered_training, lowered_evaluation)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "make_env", make_env_once)
+        yield {lower: lower(module, tiny(module)) for lower in lowerings}
 
 
 def test_every_option_is_covered(module):
@@ -468,7 +474,6 @@ def test_tracking_offline_needs_no_account(tmp_path):
             **os.environ,
             "WANDB_MODE": "offline",
             "WANDB_SILENT": "true",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",
         },
         capture_output=True,
         text=True,

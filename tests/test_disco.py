@@ -537,13 +537,10 @@ SMALL = {
 
 
 @pytest.fixture
-def quick_compilation():
-    """These tests compile a program that runs a few times, and have no float64 reference."""
+def single():
+    """These tests have no float64 reference."""
     if DOUBLE:
         pytest.skip("is about float32")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
 
 
 def start(updates=2, **changes):
@@ -555,7 +552,7 @@ def copy(tree):
     return jax.tree.map(np.array, tree)
 
 
-@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize(
     "changes",
     [
@@ -582,7 +579,7 @@ def test_updates_wait_for_the_replay_and_then_change_everything(changes):
     assert (after.update == 2).all()
 
 
-@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.usefixtures("single")
 def test_the_replay_holds_the_latest_trajectories_in_order():
     state, train = start(env_id="Catch-5x5")
     replays = []
@@ -602,7 +599,7 @@ def test_the_replay_holds_the_latest_trajectories_in_order():
     assert replay.logits.shape == (6, 8, 3)
 
 
-@pytest.mark.usefixtures("quick_compilation")
+@pytest.mark.usefixtures("single")
 @pytest.mark.parametrize("rule", ["disco", "actor_critic"])
 def test_two_calls_are_one(rule):
     once, train = start(rule=rule, updates=6)

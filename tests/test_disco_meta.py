@@ -1,6 +1,7 @@
 """disco_meta.py: that it meta-learns at all, and that its copies of disco.py's parts are copies."""
 
 import dataclasses
+import functools
 import inspect
 import signal
 import sys
@@ -18,6 +19,7 @@ SHARED += "kl_divergence value_loss mean_loss disco_loss update_moments mean_and
 SHARED += "squash expected_value of_action"
 SMALL = {
     "env_id": "Catch-3x3",
+    "lifetime": 4,
     "num_envs": 3,
     "num_steps": 4,
     "valid_steps": 5,
@@ -34,11 +36,18 @@ def test_the_rule_is_that_of_disco(name):
     assert len(sources) == 1
 
 
-@pytest.fixture(autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+@pytest.fixture(scope="module", autouse=True)
+def trace_once():
+    """Runs that differ in nothing but their files share the program."""
+    make_train = functools.cache(disco_meta.make_train)
+
+    def make_train_once(config, num_meta_steps):
+        files = {"output": "", "resume": False, "num_meta_steps": 1}
+        return make_train(dataclasses.replace(config, **files), num_meta_steps)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(disco_meta, "make_train", make_train_once)
+        yield
 
 
 def test_the_update_of_an_agent_is_that_of_disco():
@@ -92,7 +101,7 @@ def start(config, weights, steps):
 
 def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
     path = tmp_path / "meta.npz"
-    config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=2, output=str(path))
+    config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=1, output=str(path))
     weights = disco_meta.main(config)
     before = disco.random_weights(0)
     unchanged = [name for name in before if (weights[name] == before[name]).all()]
@@ -100,6 +109,24 @@ def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
     assert disco.load_weights(str(path)).keys() == before.keys()
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert len(rows) == 3 and "nan" not in rows[2]
+
+
+def test_agents_of_all_ages_start_anew_at_the_end_of_their_lifetime():
+    config = disco_meta.Config(**SMALL)
+    state, train = start(config, disco.random_weights(0), 1)
+    seen = []
+    for _ in range(6):
+        seen.append(jax.tree.map(lambda x: np.array(x[0]), state.agents.learner))
+        state, _ = train(state)
+    ages = [learner.opt_state.count // config.inner_updates for learner in seen]
+    np.testing.assert_array_equal(ages, [[0, 0], [1, 1], [2, 2], [3, 1], [4, 2], [1, 3]])
+    # Two updates move a parameter by twice the learning rate at most, a birth by more.
+    most = config.inner_updates * config.lr * config.max_update * 1.01
+    kernel = lambda learner: max(jax.tree.leaves(learner.params), key=np.size)  # [P, ...]
+    moved = np.abs(np.diff([kernel(learner) for learner in seen], axis=0)).max(axis=(2, 3))
+    born = np.diff(ages, axis=0) != 1
+    born[0, 0] = True  # the first begins with the first step
+    np.testing.assert_array_equal(moved > most, born)
 
 
 def test_meta_training_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import xminigrid
 from conftest import ROOT, SCRIPTS, load_script
-from probes import look, probe_config, probes_for, quick_compilation, start, to_numpy  # noqa: F401
+from probes import look, probe_config, probes_for, start, to_numpy
 
 TIMES = list(range(7))  # what Clock shows, the final observation of a time limit included
 
@@ -220,7 +220,6 @@ import numpy as np
 from conftest import load_script
 from probes import probe_config, probes_for, to_numpy
 
-jax.config.update("jax_disable_most_optimizations", True)
 devices, folder, *scripts = sys.argv[1:]
 devices = int(devices)
 assert jax.local_device_count() == devices
@@ -479,7 +478,7 @@ def test_no_decomposition_of_a_stack_of_matrices(module):
     assert set(found) == {2}
 
 
-def test_two_seeds_of_breakout_finish(tmp_path):
+def test_two_seeds_of_breakout_finish(tmp_path, full_optimization):
     """XLA on CPU was seen to hang for ever in a PPO with seeds under vmap, on two cores."""
     command = f"""
         {sys.executable} -W ignore {ROOT / "ppo_ff.py"} --env-id Breakout-MinAtar --num-seeds 2

@@ -17,7 +17,7 @@ import numpy as np
 import optax
 import pytest
 from gymnax.environments import spaces
-from probes import quick_compilation, start, to_numpy  # noqa: F401
+from probes import start, to_numpy
 
 import ippo
 import ppo_ff

@@ -38,7 +38,7 @@ RUNS = {  # script, options, and the return that is enough: the best is 500, abo
 RUNS = {name: run for name, run in RUNS.items() if run[0] in SCRIPTS}
 
 
-def test_four_devices_learn_what_one_learns(tmp_path):
+def test_four_devices_learn_what_one_learns(tmp_path, full_optimization):
     """The first of the runs above, with the same global sizes, on emulated devices."""
     script, options, enough = RUNS["CartPole"]
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
@@ -51,7 +51,7 @@ def test_four_devices_learn_what_one_learns(tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_learns(name, tmp_path):
+def test_learns(name, tmp_path, full_optimization):
     script, options, enough = RUNS[name]
     module = load_script(script)
     run_dir = str(tmp_path / "run")

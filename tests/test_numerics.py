@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import rlax
 from conftest import SCRIPTS, load_script, tiny
-from probes import probe_config, probes_for, quick_compilation, start, to_numpy  # noqa: F401
+from probes import probe_config, probes_for, start, to_numpy
 
 GAMMA, GAE_LAMBDA = 0.9, 0.8
 

@@ -10,7 +10,6 @@ from probes import (  # noqa: F401
     look,
     probe_config,
     probes_for,
-    quick_compilation,
     start,
     to_numpy,
 )

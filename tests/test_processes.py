@@ -9,11 +9,10 @@ import pytest
 from conftest import ROOT, load_script, tiny
 from test_cli import checkpoint, flags, learned
 from test_resume import (  # noqa: F401
-    FAST,
     LONG,
+    ON_CPU,
     finish,
     kill_and_resume,
-    quick_compilation,
     rows_written,
     start_process,
 )
@@ -56,7 +55,7 @@ def start_two(script, words):
     place = ["--distributed", "--coordinator", f"localhost:{free_port()}", "--num-processes", 2]
     file = str(ROOT / f"{script}.py")
     command = [sys.executable, "-W", "ignore", "-c", IMPATIENT, file, *map(str, [*words, *place])]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": FAST}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ON_CPU}
     return [subprocess.Popen([*command, "--process-id", str(i)], **pipes) for i in (0, 1)]
 
 
@@ -66,7 +65,7 @@ def test_two_processes_learn_what_two_devices_learn(tmp_path):
     processes = start_two("ppo_ff", [*words, "--run-dir", tmp_path / "two"])
     results = [finish(process) for process in processes]
     assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
-    env = {**FAST, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = {**ON_CPU, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     code, _, err = finish(start_process("ppo_ff", [*words, "--run-dir", tmp_path / "one"], env))
     assert code == 0, err
     assert learned(tmp_path / "two") == learned(tmp_path / "one")

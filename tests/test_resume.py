@@ -16,17 +16,10 @@ import pytest
 from conftest import ROOT, load_script, tiny
 from test_cli import checkpoint, compile_once, flags, learned, read_rows, run  # noqa: F401
 
-FAST = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "true", "JAX_PLATFORMS": "cpu"}
+ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
-def start_process(script, words, env=FAST):
+def start_process(script, words, env=ON_CPU):
     command = [sys.executable, "-W", "ignore", str(ROOT / f"{script}.py"), *map(str, words)]
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 

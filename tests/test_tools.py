@@ -23,13 +23,6 @@ import plot
 STEPS = 10  # between two updates of the runs that are made up for the plots
 
 
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
-
-
 # -------------------------------------------------------------------------------------------- plot
 def write_run(path, returns, speeds, **options):
     """A run of two calls of two updates each: returns [4, S], a speed for each call."""
