@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xminigrid
-from conftest import ROOT, SCRIPTS, load_script
+from conftest import ROOT, SCRIPTS, load_script, with_devices
 from probes import look, probe_config, probes_for, start, to_numpy
 
 TIMES = list(range(7))  # what Clock shows, the final observation of a time limit included
@@ -247,11 +247,7 @@ def many_devices(request, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("many_devices")
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    environment = os.environ | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={request.param}",
-        "PYTHONPATH": paths,
-        "JAX_PLATFORMS": "cpu",
-    }
+    environment = with_devices(request.param) | {"PYTHONPATH": paths}
     arguments = [str(request.param), str(folder), *SCRIPTS]
     command = [sys.executable, "-W", "ignore", "-c", MANY_DEVICES, *arguments]
     subprocess.run(command, env=environment, check=True, timeout=400)

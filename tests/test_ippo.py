@@ -497,7 +497,7 @@ def test_the_bootstrap_of_a_cut_agent_is_the_value_of_its_final_observation(use,
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_nothing_is_learned_from_an_agent_that_has_left(use, share):
+def test_nothing_is_learned_from_an_agent_that_has_left(use, share, full_optimization):
     """What it sees and is paid after its end changes no bit of any network."""
     config = small(share_parameters=share, num_envs=8, total_timesteps=256, actor_lr=0.01)
     always = lambda state: state  # the initial policy leaves often enough
@@ -634,7 +634,7 @@ def test_rings_needs_agents_that_tell_their_observations_apart():
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_rings_is_learned(share):
+def test_rings_is_learned(share, full_optimization):
     config = ippo.Config(
         env_id="rings", total_timesteps=100_000, num_seeds=3, share_parameters=share
     )

@@ -1,12 +1,11 @@
 """Short runs on real environments, with the evaluation that the command line reports."""
 
 import json
-import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, SCRIPTS, load_script
+from conftest import ROOT, SCRIPTS, load_script, with_devices
 
 SMALL_NETWORK = {"conv_size": 4, "embedding_size": 8, "head_size": 32, "hidden_size": 32}
 SHORT_RNN = {
@@ -43,9 +42,8 @@ def test_four_devices_learn_what_one_learns(tmp_path, full_optimization):
     script, options, enough = RUNS["CartPole"]
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     words += ["--num-evals=1", "--eval-episodes=32", f"--run-dir={tmp_path / 'run'}"]
-    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
     command = [sys.executable, "-W", "ignore", str(ROOT / f"{script}.py"), *words]
-    subprocess.run(command, env=env, check=True, capture_output=True, timeout=300)
+    subprocess.run(command, env=with_devices(4), check=True, capture_output=True, timeout=300)
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["num_devices"] == 4 and summary["eval_return_mean"] > enough
 

@@ -6,7 +6,7 @@ import sys
 import time
 
 import pytest
-from conftest import ROOT, load_script, tiny
+from conftest import ROOT, load_script, tiny, with_devices
 from test_cli import checkpoint, flags, learned
 from test_resume import (  # noqa: F401
     LONG,
@@ -65,8 +65,8 @@ def test_two_processes_learn_what_two_devices_learn(tmp_path):
     processes = start_two("ppo_ff", [*words, "--run-dir", tmp_path / "two"])
     results = [finish(process) for process in processes]
     assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
-    env = {**ON_CPU, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    code, _, err = finish(start_process("ppo_ff", [*words, "--run-dir", tmp_path / "one"], env))
+    words += ["--run-dir", tmp_path / "one"]
+    code, _, err = finish(start_process("ppo_ff", words, with_devices(2)))
     assert code == 0, err
     assert learned(tmp_path / "two") == learned(tmp_path / "one")
     # Only process 0 reports.
