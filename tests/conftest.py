@@ -19,9 +19,13 @@ if OWN_CACHE:
     jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-# Hardly any is about speed: all compile in a quarter of the time, to slower programs.
+# Hardly any is about speed: all compile in a quarter of the time, to slower programs. The flag of
+# the scripts is here too: what a test imports before them makes XLA read the flags.
 QUICK, FLAGS = "JAX_DISABLE_MOST_OPTIMIZATIONS", os.environ.get("XLA_FLAGS", "")
+SCRIPTS_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 QUICK_FLAG = "--xla_cpu_use_fusion_emitters=false"
+if SCRIPTS_FLAG not in FLAGS:
+    FLAGS += f" {SCRIPTS_FLAG}"
 if jax.__version__.startswith("0.10.") and QUICK_FLAG not in FLAGS:  # others may not know it
     FLAGS += f" {QUICK_FLAG}"
 os.environ.update({QUICK: "true", "XLA_FLAGS": FLAGS})

@@ -62,7 +62,7 @@ def kill_and_resume(module, config, folder):
     assert learned(killed) == learned(twin)
 
 
-LONG = {"total_timesteps": 3200, "num_calls": 200, "num_evals": 2}  # 200 updates, one a call
+LONG = {"total_timesteps": 6400, "num_calls": 400, "num_evals": 2}  # 400 updates, one a call
 
 
 def test_a_killed_run_resumes_to_the_same_bits(module, compile_once, tmp_path):  # noqa: F811
