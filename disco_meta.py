@@ -768,10 +768,11 @@ def make_train(config: Config, num_meta_steps: int) -> tuple[Callable, Callable]
         return jax.tree.map(lambda x, y: jnp.where(age == 0, x, y), fresh, old)
 
     def meta_step(state, _):
-        agents, meta_steps = state.agents, optax.tree.get(state.opt_state, "count")
-        if config.lifetime:  # the agents are of all ages
+        agents = state.agents
+        if config.lifetime:  # births are spread, so that the rule always teaches all ages
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
-            agents = jax.vmap(renew)(agents, (ages + meta_steps) % config.lifetime)
+            ages = (ages + optax.tree.get(state.opt_state, "count")) % config.lifetime
+            agents = jax.vmap(renew)(agents, ages)
         agents, batches, valid = jax.vmap(act_all)(agents)
         grad = jax.grad(population_loss, has_aux=True)
         grads, (learner, metrics) = grad(state.weights, agents.learner, batches, valid)
@@ -823,6 +824,10 @@ def main(config: Config) -> dict[str, np.ndarray]:
     """
     output, per_call = Path(config.output), config.steps_per_call
     checkpoint, curve = output.with_suffix(".msgpack"), output.with_suffix(".csv")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cannot write {output}, choose another --output: {error}") from None
     saved = load(checkpoint, config) if config.resume else {"rows": "", "state": None}
     weights = load_weights(config.weights, config.seed)
     init, train = make_train(config, per_call)

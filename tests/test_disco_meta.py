@@ -19,7 +19,6 @@ SHARED += "kl_divergence value_loss mean_loss disco_loss update_moments mean_and
 SHARED += "squash expected_value of_action"
 SMALL = {
     "env_id": "Catch-3x3",
-    "lifetime": 4,
     "num_envs": 3,
     "num_steps": 4,
     "valid_steps": 5,
@@ -111,8 +110,26 @@ def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
     assert len(rows) == 3 and "nan" not in rows[2]
 
 
+def test_what_cannot_be_written_is_an_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("not a folder")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
+    monkeypatch.setattr(sys, "argv", ["", *flags, f"--output={tmp_path / 'file' / 'meta.npz'}"])
+    with pytest.raises(SystemExit) as exit_code:  # before anything is compiled
+        disco_meta.cli()
+    assert exit_code.value.code == 2 and "choose another --output" in capsys.readouterr().err
+
+    def full(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(disco_meta, "replace", full)
+    words = ["--num-meta-steps=1", "--steps-per-call=1", f"--output={tmp_path / 'meta.npz'}"]
+    monkeypatch.setattr(sys, "argv", ["", *flags, *words])
+    with pytest.raises(SystemExit, match="No space left on device; what was saved before is whole"):
+        disco_meta.cli()
+
+
 def test_agents_of_all_ages_start_anew_at_the_end_of_their_lifetime():
-    config = disco_meta.Config(**SMALL)
+    config = disco_meta.Config(**SMALL, lifetime=4)
     state, train = start(config, disco.random_weights(0), 1)
     seen = []
     for _ in range(6):
