@@ -205,6 +205,30 @@ def cleanrl(path, script, options, steps_per_call, calls):
     return 0.0, updates * batch, list(np.diff(ends))
 
 
+def jaxmarl_trainer(path, options, steps):
+    """The training of `ippo_ff_mpe.py`, with its defaults but for `options`, as one function."""
+    import wandb
+
+    sys.path.insert(0, f"{path}/baselines/IPPO")
+    import ippo_ff_mpe
+    import yaml
+
+    wandb.log = lambda *_: None  # its callback after every update still runs
+    with open(f"{path}/baselines/IPPO/config/ippo_ff_mpe.yaml") as file:
+        config = yaml.safe_load(file)
+    # PyYAML reads 1e7 as a word.
+    return ippo_ff_mpe.make_train({**config, "TOTAL_TIMESTEPS": steps, **options})
+
+
+def jaxmarl(path, script, options, steps_per_call, calls):
+    sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps_per_call // batch) * batch
+    train = jaxmarl_trainer(path, sizes, steps)
+    seconds, call = compiled(train, jax.random.PRNGKey(0))
+    return seconds, steps, timed_calls(call, calls)
+
+
 def xland(path, script, options, steps_per_call, calls):
     import xminigrid  # noqa: F401  before the patch below
     from flax.jax_utils import replicate
@@ -239,3 +263,13 @@ def xland(path, script, options, steps_per_call, calls):
     program = xland.make_train(env, env_params, config).lower(*args).compile()
     seconds = time.perf_counter() - start
     return seconds, steps, timed_calls(lambda: jax.block_until_ready(program(*args)), calls)
+
+
+if __name__ == "__main__":  # how well JaxMARL's baseline plays: DIR [LR=1e-3 ...]
+    folder, *words = sys.argv[1:]
+    options = {name: float(value) for name, value in (word.split("=") for word in words)}
+    train = jax.jit(jax.vmap(jaxmarl_trainer(folder, options, 1_000_000)))
+    metrics = train(jax.random.split(jax.random.PRNGKey(0), 3))["metrics"]
+    returns = metrics["returned_episode_returns"]  # [seeds, updates], of the team
+    returns = returns[:, -(returns.shape[1] // 20) :].mean(axis=1)
+    print(f"last 5 % of updates: {returns.mean():.1f} ± {returns.std():.1f} {returns}")

@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CARTPOLE = {"num_steps": 128, "update_epochs": 4, "hidden_size": 64}
 PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256}
+SPREAD = {"env_id": "MPE_simple_spread_v3", "num_envs": 16, "num_steps": 128, "num_minibatches": 4}
 WORK = {  # name: script and configuration
     "CartPole 4 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 4, "num_minibatches": 4}),
     "CartPole 64 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 64, "num_minibatches": 8}),
@@ -49,6 +50,8 @@ WORK = {  # name: script and configuration
     ),
     "Empty-6x6 GRU 128": ("ppo_rnn", {"num_envs": 1024, "hidden_size": 128}),
     "rings": ("ippo", {"env_id": "rings"}),
+    "simple_spread": ("ippo", SPREAD),
+    "simple_spread, 4 epochs": ("ippo", {**SPREAD, "actor_epochs": 4, "critic_epochs": 4}),
     "Catch 8x8, random rule": ("disco", {"weights": "random"}),
 }
 PEERS = {  # name of the work: the peers that do the same
@@ -58,6 +61,8 @@ PEERS = {  # name of the work: the peers that do the same
     "Pendulum 64 envs": ["purejaxrl"],
     "Pendulum, statistics": ["purejaxrl"],
     "Empty-6x6 GRU 64": ["xland"],
+    "simple_spread": ["jaxmarl"],
+    "simple_spread, 4 epochs": ["jaxmarl"],
 }
 
 
