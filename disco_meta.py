@@ -20,7 +20,7 @@ devices.
 # requires-python = ">=3.11"
 # dependencies = [
 #     "jax>=0.10.2,<0.12", "flax>=0.12.8,<0.13", "optax>=0.2.8,<0.3", "distrax>=0.1.9,<0.2",
-#     "tyro>=1.0,<2", "numpy>=2.0,<3", "tqdm>=4.67.1,<5",
+#     "tyro>=1.0,<2", "matplotlib>=3.10,<4", "numpy>=2.0,<3", "tqdm>=4.67.1,<5",
 # ]
 # ///
 
@@ -44,6 +44,7 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import matplotlib.figure
 import numpy as np
 import optax
 import tqdm
@@ -64,7 +65,7 @@ class Config:
 
     env_id: str = "Catch-5x5"  # Catch-<rows>x<columns>
     weights: str = "random"  # where to start: random, or an npz file of the meta-network
-    output: str = "meta.npz"  # npz file to write; beside it the curve as csv, the state as msgpack
+    output: str = "meta.npz"  # npz file to write; beside it the curve (csv, png) and the state
     resume: bool = False  # go on where the run that wrote `output` ended, or to more meta steps
     num_meta_steps: int = 800  # steps of the meta-network's optimizer, rounded to whole calls
     steps_per_call: int = 10  # meta steps in each call of the compiled program
@@ -778,6 +779,8 @@ def make_train(config: Config, num_meta_steps: int) -> tuple[Callable, Callable]
         grads, (learner, metrics) = grad(state.weights, agents.learner, batches, valid)
         # Rewards come only at the end of an episode, one each.
         metrics["episode/return"] = valid.reward.sum() / valid.done.sum()
+        returns = valid.reward.sum(axis=(1, 2)) / valid.done.sum(axis=(1, 2))  # [P]
+        metrics |= {f"episode/return/agent{i}": x for i, x in enumerate(returns)}
         grads, metrics = jax.lax.pmean((grads, metrics), "devices")
         metrics["meta/grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
@@ -815,6 +818,23 @@ def load(path: Path, config: Config) -> dict[str, Any]:
         if name not in ("output", "resume", "num_meta_steps") and options.get(name) != value:
             raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
     return saved
+
+
+def plot_curve(path: Path, rows: list[dict[str, Any]], config: Config) -> None:
+    """Draw the return of every agent and of the population against meta steps, over 20 of them."""
+    axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
+    window = np.ones(min(20, len(rows)))
+    window /= window.sum()
+    for name in (name for name in rows[0] if name.startswith("episode/return")):
+        of_all = name == "episode/return"
+        returns = np.convolve([float(row[name]) for row in rows], window, "valid")
+        style = {"color": "C0", "zorder": 3} if of_all else {"color": "C1", "alpha": 0.4}
+        label = {"episode/return": "population", "episode/return/agent0": "each agent"}.get(name)
+        axes.plot(np.arange(len(window), len(rows) + 1), returns, label=label, **style)
+    axes.set(xlabel="meta steps", ylabel="return", title=f"disco_meta on {config.env_id}")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    axes.figure.savefig(path, dpi=150)
 
 
 def main(config: Config) -> dict[str, np.ndarray]:
@@ -858,6 +878,7 @@ def main(config: Config) -> dict[str, np.ndarray]:
         replace(output, file.getvalue())
         replace(curve, table.getvalue().encode())
         replace(checkpoint, flax.serialization.to_bytes(saved))  # last: all before it is written
+    plot_curve(output.with_suffix(".png"), rows, config)
     return weights
 
 

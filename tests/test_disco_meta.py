@@ -108,6 +108,10 @@ def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
     assert disco.load_weights(str(path)).keys() == before.keys()
     rows = path.with_suffix(".csv").read_text().splitlines()
     assert len(rows) == 3 and "nan" not in rows[2]
+    row = dict(zip(rows[0].split(","), map(float, rows[2].split(",")), strict=True))
+    each = [row[f"episode/return/agent{i}"] for i in range(config.num_agents)]
+    assert np.mean(each) == pytest.approx(row["episode/return"])  # episodes of Catch are as long
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_what_cannot_be_written_is_an_error(tmp_path, monkeypatch, capsys):
