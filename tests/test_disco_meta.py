@@ -7,6 +7,7 @@ import signal
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -91,6 +92,86 @@ def test_the_update_of_an_agent_is_that_of_disco():
         )
         for x, y in pairs:
             np.testing.assert_allclose(x, y, atol=2e-6)
+
+
+def test_the_meta_gradient_is_that_of_finite_differences():
+    """Through one inner update, in float64, with what takes no gradient held where it is."""
+    config = disco_meta.Config(**SMALL, inner_updates=1)
+    weights = disco.random_weights(0)
+    learner = start(config, weights, 1)[0].agents.learner
+    agent, critic = disco_meta.Agent(3, config), disco_meta.Critic()
+    rng = np.random.default_rng(0)
+
+    def rollout(length):
+        shape = (length, 3)
+        chance = lambda p: rng.random(shape) < p
+        obs, logits = rng.random((*shape, 3, 3, 1)) < 0.3, rng.normal(size=(*shape, 3))
+        action, reward = rng.integers(0, 3, shape), rng.normal(size=shape)
+        return disco_meta.Transition(obs, action, logits, reward, chance(0.3), chance(0.2))
+
+    def alone(function):  # one device
+        program = jax.jit(jax.vmap(function, axis_name="devices", axis_size=1, in_axes=None))
+        return lambda x: jax.tree.map(lambda x: x[0], program(x))
+
+    with jax.enable_x64(True):
+        double = lambda x: jnp.asarray(x, float if x.dtype == np.float32 else x.dtype)
+        weights = jax.tree.map(double, weights)
+        learner = jax.tree.map(lambda x: double(x[0, 0]), learner)
+        # Some lifetime behind it: at birth the rule's outputs are all zero.
+        memory = {name: jnp.array(rng.normal(size=128)) for name in ("hidden", "cell")}
+        learner = learner._replace(meta=learner.meta._replace(**memory))
+        batch, valid = rollout(4), rollout(5)
+        batches = jax.tree.map(lambda x: x[None], batch)
+        unroll = jax.vmap(agent.apply, (None, 0, 0))
+
+        def meta_loss(weights):
+            return disco_meta.meta_loss(weights, learner, batches, valid, agent, critic, config)
+
+        (loss, (after, _)), grads = alone(jax.value_and_grad(meta_loss, has_aux=True))(weights)
+
+        def parts(weights):
+            """The targets, what they cost, and the agent's gradient."""
+            unroll_all = jax.vmap(agent.apply, (None, 0))
+            out = unroll_all(learner.params, batch.obs)
+            target_out = unroll_all(learner.target_params, batch.obs)
+            rule = (out, target_out, batch, learner.meta, config)
+            hat, values, _ = disco_meta.discovered_rule(weights, *rule)
+
+            def loss(params):
+                taken = unroll(params, batch.obs, batch.action)
+                return disco_meta.disco_loss(taken, hat, values.target, batch, config)[0]
+
+            penalty = disco_meta.regularizer(hat, target_out.logits[:-1])
+            return penalty, jax.grad(loss)(learner.params)
+
+        _, first = alone(parts)(weights)
+        logits = unroll(after.params, valid.obs, valid.action).logits
+        _, adv, _ = disco_meta.judge(after.critic, critic, logits, valid, config)
+        mean, std = disco_meta.mean_and_std(after.adv)
+        adv = (adv - mean) / std
+
+        def reference(weights):
+            """The first step of Adam is g / |g|: of the two, only the numerator may move."""
+            penalty, grads = parts(weights)
+            move = lambda x, g, at: x - config.lr * g / (np.abs(at) + 1e-8)
+            out = unroll(jax.tree.map(move, learner.params, grads, first), valid.obs, valid.action)
+            entropy = lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1).mean()
+            taken = jax.nn.one_hot(valid.action[:-1], 3) * jax.nn.log_softmax(out.logits[:-1])
+            loss = -(taken.sum(-1) * adv).mean() - 1e-2 * entropy(out.logits[:-1]) + penalty
+            return loss - 1e-3 * (entropy(out.y) + entropy(out.z[:-1]))
+
+        reference = alone(reference)
+        np.testing.assert_allclose(reference(weights), loss, rtol=1e-9)
+        for name, grad in grads.items():
+            direction, step = rng.normal(size=grad.shape), 1e-6
+            at = lambda x, name=name, way=direction: {**weights, name: weights[name] + x * way}
+            slope = (reference(at(step)) - reference(at(-step))) / (2 * step)
+            # What goes into the lifetime's memory is first read by the next update.
+            if name.startswith((disco_meta.META, f"{disco_meta.MAIN}/linear_1/")):
+                assert slope == 0 and not grad.any(), name
+            else:
+                assert slope != 0, name
+                np.testing.assert_allclose((grad * direction).sum(), slope, rtol=3e-4, atol=1e-9)
 
 
 def start(config, weights, steps):
