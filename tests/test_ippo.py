@@ -673,7 +673,8 @@ def test_actor_and_critic_have_epochs_of_their_own(toy, part, other):
     _, more, metrics = train(small(**{f"{part}_epochs": 5}), num_updates=1)
     assert metrics[f"{part}/epochs"] == 5 and metrics[f"{other}/epochs"] == 2
     assert differ(base.params[part], more.params[part])
-    assert_same(base.params[other], more.params[other])
+    # Programs with other loops may differ in the last bit; an epoch moves a weight by about 1e-3.
+    assert_close(base.params[other], more.params[other], rtol=1e-5, atol=1e-8)
     assert gradient_steps(more, part) == 5 * 2 and gradient_steps(more, other) == 2 * 2
 
 
@@ -705,7 +706,7 @@ def test_target_kl_stops_every_network_by_itself(use):
     for k, count in enumerate(epochs.tolist()):
         _, plain, _ = train(dataclasses.replace(config, actor_epochs=count), num_updates=1)
         of_agent = lambda state, k=k: jax.tree.map(lambda x: x[0, k], state.params["actor"])
-        assert_same(of_agent(after), of_agent(plain))
+        assert_close(of_agent(after), of_agent(plain), rtol=1e-5, atol=1e-8)
 
 
 ONE = {"actor_epochs": 1, "critic_epochs": 1, "num_minibatches": 1, "anneal_lr": False}
