@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-# Many tests, and the processes they start, compile the same program: all of them share a new cache.
+# Many tests and their child processes compile the same program: they share a new cache.
 CACHE = "JAX_COMPILATION_CACHE_DIR"
 OWN_CACHE = CACHE not in os.environ  # in the process that collects; its workers inherit it
 if OWN_CACHE:
@@ -19,8 +19,8 @@ if OWN_CACHE:
     jax.config.update("jax_compilation_cache_dir", os.environ[CACHE])
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
-# Hardly any is about speed: all compile in a quarter of the time, to slower programs. The flag of
-# the scripts is here too: what a test imports before them makes XLA read the flags.
+# Few tests are about speed: compile in a quarter of the time, to slower programs. The scripts' own
+# flag is set here as well, since XLA reads the flags at the first import of an environment.
 QUICK, FLAGS = "JAX_DISABLE_MOST_OPTIMIZATIONS", os.environ.get("XLA_FLAGS", "")
 SCRIPTS_FLAG = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
 QUICK_FLAG = "--xla_cpu_use_fusion_emitters=false"
@@ -42,10 +42,8 @@ SMALL = {
     "num_minibatches": 2,
     "hidden_size": 4,
     "lr": 2.5e-4,
-    "num_calls": 4,
-    "checkpoint_every": 1,
     "num_evals": 2,
-    "eval_episodes": 3,
+    "eval_episodes": 4,
 }
 TINY = {  # what differs from SMALL
     "ppo_ff": {},
@@ -87,7 +85,7 @@ def module(request):
 
 @pytest.fixture
 def full_optimization(monkeypatch):
-    """For a test, and the processes that it starts, that trains for so long that it pays."""
+    """For tests that train long enough for optimized programs to pay off."""
     monkeypatch.delenv(QUICK)
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"].replace(QUICK_FLAG, ""))
     jax.config.update("jax_disable_most_optimizations", False)
@@ -97,7 +95,7 @@ def full_optimization(monkeypatch):
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs():
-    """Every program keeps memory mapped; hundreds of them exhaust what the kernel grants."""
+    """Every program keeps memory mapped, and the kernel limits the number of mappings."""
     yield
     jax.clear_caches()
     gc.collect()
@@ -105,7 +103,7 @@ def forget_compiled_programs():
 
 @pytest.fixture(autouse=True)
 def forget_compiled_programs_in_time():
-    """The same within a module, where a third of the usual 65530 mappings is taken."""
+    """The same within a module, once a third of the usual 65530 mappings is taken."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:

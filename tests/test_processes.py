@@ -1,46 +1,16 @@
-"""Runs that are spread over processes; killed runs of the scripts that share the run part."""
+"""Runs that are spread over several processes."""
 
+import json
+import os
 import socket
 import subprocess
 import sys
 import time
 
-import pytest
+import numpy as np
 from conftest import ROOT, load_script, tiny, with_devices
-from test_cli import checkpoint, flags, learned
-from test_resume import (  # noqa: F401
-    LONG,
-    ON_CPU,
-    finish,
-    kill_and_resume,
-    rows_written,
-    start_process,
-)
-
-
-# ---------------------------------------------------------------------------------------- siblings
-@pytest.mark.parametrize("script", ["ippo", "disco"])
-def test_killed_siblings_resume_to_the_same_bits(script, tmp_path):
-    module = load_script(script)
-    sizes = {"ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2}}
-    sizes["disco"] = {"weights": "random", "num_steps": 8, "replay_batch": 4, "replay_size": 6}
-    sizes["disco"] |= {"feature_size": 8, "model_size": 4, "branch_size": 4}
-    common = {"hidden_size": 8, "eval_episodes": 3, "checkpoint_every": 1}
-    kill_and_resume(module, module.Config(**LONG, **common, **sizes[script]), tmp_path)
-    names = {"config.json", "metrics.csv", "summary.json", "last.msgpack", "best.msgpack"}
-    names |= {"learning_curve.png"} | ({"evaluations.csv"} if script == "ippo" else set())
-    assert {path.name for path in (tmp_path / "killed").iterdir()} == names
-    if script == "ippo":
-        evaluations = [tmp_path / name / "evaluations.csv" for name in ("twin", "killed")]
-        assert evaluations[0].read_bytes() == evaluations[1].read_bytes()
-
-
-# ------------------------------------------------------------------------------ several processes
-def free_port():
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
+from test_cli import flags, learned, read_checkpoint
+from test_resume import ON_CPU, finish, rows_written, start_process
 
 IMPATIENT = """
 import functools, jax, runpy, sys
@@ -51,38 +21,63 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """  # two processes give up on each other after 20 seconds, not after the usual 100
 
 
-def start_two(script, words):
-    place = ["--distributed", "--coordinator", f"localhost:{free_port()}", "--num-processes", 2]
-    file = str(ROOT / f"{script}.py")
-    command = [sys.executable, "-W", "ignore", "-c", IMPATIENT, file, *map(str, [*words, *place])]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ON_CPU}
-    return [subprocess.Popen([*command, "--process-id", str(i)], **pipes) for i in (0, 1)]
+def free_port():
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
 
 
-def test_two_processes_learn_what_two_devices_learn(tmp_path):
+def start_two(script, words, run_dirs):
+    """Two processes as SLURM would start them, each with a folder of its own: nothing is shared."""
+    processes = []
+    port = free_port()
+    for index, run_dir in enumerate(run_dirs):
+        slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
+        slurm |= {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
+        env = {**ON_CPU, **slurm, "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+        command = [sys.executable, "-W", "ignore", "-c", IMPATIENT, str(ROOT / f"{script}.py")]
+        command += [*map(str, words), "--distributed", "--run-dir", str(run_dir)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env}
+        processes.append(subprocess.Popen(command, **pipes))
+    return processes
+
+
+def test_two_processes_learn_what_two_devices_learn_and_continue(tmp_path):
+    """And continue, although only the first has the checkpoint."""
     module = load_script("ppo_ff")
-    words = flags(tiny(module, num_seeds=2))
-    processes = start_two("ppo_ff", [*words, "--run-dir", tmp_path / "two"])
-    results = [finish(process) for process in processes]
+    words = flags(tiny(module, num_seeds=2, num_evals=4))
+    folders = [tmp_path / "first", tmp_path / "second"]
+    results = [finish(process) for process in start_two("ppo_ff", words, folders)]
     assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
-    words += ["--run-dir", tmp_path / "one"]
-    code, _, err = finish(start_process("ppo_ff", words, with_devices(2)))
+    one = [*words, "--run-dir", tmp_path / "one"]
+    code, _, err = finish(start_process("ppo_ff", one, with_devices(2)))
     assert code == 0, err
-    assert learned(tmp_path / "two") == learned(tmp_path / "one")
-    # Only process 0 reports.
+    assert learned(folders[0]) == learned(tmp_path / "one")
+    # Only the first process reports and writes.
     said = [[line for line in out.splitlines() if "Gloo" not in line] for _, out, _ in results]
-    assert len(said[0]) == 1 and said[0][0].startswith("evaluation return") and said[1] == []
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "two"]
+    assert len(said[0]) == 1 and said[0][0].startswith("return") and said[1] == []
+    assert os.listdir(folders[1]) == []
+
+    # Extended, the second process receives the checkpoint from the first.
+    more = ["--total-timesteps", 256, "--num-evals", 8]
+    results = [finish(p) for p in start_two("ppo_ff", [*words, *more], folders)]
+    assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
+    arrays = read_checkpoint(folders[0])
+    assert arrays["['update']"].max() == 16
+    for name, x in arrays.items():
+        if "params" in name:
+            np.testing.assert_array_equal(x[0], x[1], err_msg=name)
+    assert json.loads((folders[0] / "summary.json").read_text())["env_steps"] == 256
 
 
 def test_a_process_that_dies_ends_the_others(tmp_path):
     module = load_script("ppo_ff")
-    words = flags(tiny(module, total_timesteps=10**7, num_calls=10**5))
-    processes = start_two("ppo_ff", [*words, "--run-dir", tmp_path / "two"])
+    words = flags(tiny(module, total_timesteps=10**7, num_evals=2 * 10**5))
+    processes = start_two("ppo_ff", words, [tmp_path / "first", tmp_path / "second"])
     deadline = time.time() + 120
-    while rows_written(tmp_path / "two") < 3 and time.time() < deadline:
+    while rows_written(tmp_path / "first") < 30 and time.time() < deadline:
         time.sleep(0.1)
     processes[1].kill()
     code, _, err = finish(processes[0])
     assert code != 0 and err.strip()
-    assert checkpoint(tmp_path / "two" / "last.msgpack")
+    assert read_checkpoint(tmp_path / "first")
