@@ -11,7 +11,9 @@ import io
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -57,10 +59,11 @@ class Golden:
 
 
 def synthetic_weights():
+    """The arrays of a file like the released one."""
     rs, weights = np.random.RandomState(7), {}
     shapes = {}
-    for name, shape in disco.WEIGHT_SHAPES.items():
-        shapes |= {f"{name}/w": shape, f"{name}/b": shape[-1:]}
+    for layer in jax.tree.leaves(disco.MetaNetwork()):
+        shapes |= {f"{layer.name}/w": layer.shape, f"{layer.name}/b": layer.shape[-1:]}
     for name in sorted(shapes):
         x = rs.standard_normal(shapes[name])
         scale = 0.1 if name.endswith("/b") else 1 / np.sqrt(np.prod(shapes[name][:-1]))
@@ -70,13 +73,16 @@ def synthetic_weights():
 
 @functools.cache
 def load(source):
-    """(golden arrays, meta-network weights) of the released or of the synthetic weights."""
+    """(golden arrays, meta-network) of the released or of the synthetic weights."""
     if source == "synthetic":
-        golden, weights = Golden(DATA / f"disco_golden_synth{SUFFIX}.npz"), synthetic_weights()
+        golden = Golden(DATA / f"disco_golden_synth{SUFFIX}.npz")
+        with tempfile.TemporaryDirectory() as folder:
+            np.savez(f"{folder}/synthetic.npz", **synthetic_weights())
+            meta_net = disco.load_weights(f"{folder}/synthetic.npz")
     else:
         golden = Golden(find(f"disco_golden{SUFFIX}.npz"))
-        weights = disco.load_weights(str(find("disco_103.npz")))
-    return golden, {name: real(x) for name, x in weights.items()}
+        meta_net = disco.load_weights(str(find("disco_103.npz")))
+    return golden, jax.tree.map(real, meta_net)
 
 
 @functools.cache
@@ -93,6 +99,12 @@ def close(found, expected, tolerance):
     )
 
 
+def transitions(**fields):
+    """What a batch of the replay has: all but the statistics of the episode."""
+    none = dict.fromkeys(disco.Transition._fields)
+    return disco.Transition(**none | fields)
+
+
 def on_devices(function, size=1):
     """The function as one of `size` devices runs it, which is what the axis of vmap means too."""
     return jax.jit(jax.vmap(function, axis_name="devices", axis_size=size))
@@ -103,74 +115,79 @@ def stack(tree, size=1):
 
 
 # ---------------------------------------------------------------------------- A: the rule alone
+def moments(group):
+    raw = jnp.stack([group["moment1"], group["moment2"]])
+    return disco.Moments(raw=raw, decay_product=group["decay_product"])
+
+
 class RuleCase:
     """Section A: outputs of an agent go in, targets and the loss come out."""
 
     def __init__(self, source):
-        self.golden, self.weights = load(source)
+        self.golden, self.meta_net = load(source)
         golden = self.golden
-        self.out, self.target_out = (
-            disco.AgentOut(**golden.group(f"A/in/{name}")) for name in ("agent_out", "target_out")
+        self.online, self.target = (
+            disco.AgentOutput(**golden.group(f"A/in/{name}"))
+            for name in ("agent_out", "target_out")
         )
         last = lambda x: jnp.concatenate([x, jnp.zeros_like(x[:1])])  # a step that is never read
-        mask = last(golden["A/in/loss_mask"])
-        self.batch = disco.Transition(
-            obs=None,
+        self.batch = transitions(
             action=golden["A/in/actions"],
             logits=golden["A/in/behaviour_logits"],
             reward=last(golden["A/in/rewards"]),
             done=last(golden["A/in/is_terminal"]),
-            reset=~mask,
+            reset=~last(golden["A/in/loss_mask"]),
         )
-        names = {"moment1": "first", "moment2": "second", "decay_product": "decay_product"}
-        moments = lambda group: disco.Moments(**{names[k]: x for k, x in group.items()})
         self.meta = disco.MetaState(
-            moments(golden.group("A/in/adv_ema")),
-            moments(golden.group("A/in/td_ema")),
-            golden["A/in/rnn_hidden"],
-            golden["A/in/rnn_cell"],
+            advantage=moments(golden.group("A/in/adv_ema")),
+            hidden=golden["A/in/rnn_hidden"],
+            cell=golden["A/in/rnn_cell"],
         )
-        self.config = disco.Config(weights="random")
+        self.config = disco.resolve(disco.Config(weights="random"))
 
     @property
     def inputs(self):
-        return self.out, self.target_out, self.batch
+        return self.online, self.target, self.batch
 
-    def rule(self, weights, inputs, meta):
-        return disco.discovered_rule(weights, *inputs, meta, self.config)
+    def rule(self, meta_net, inputs, meta):
+        return disco.disco_rule(meta_net, *inputs, meta, self.config)
 
-    def loss(self, out, hat, target, batch):
-        pick = lambda name: disco.of_action(getattr(out, name), batch.action)
-        out = out._replace(**{name: pick(name) for name in ("z", "aux_pi", "q")})
-        return disco.disco_loss(out, hat, target, batch, self.config)
+    def loss(self, output, targets, q_target):
+        pick = lambda name: disco.select_action(getattr(output, name), self.batch.action)
+        taken = output._replace(**{name: pick(name) for name in ("z", "aux_pi", "q")})
+        return disco.disco_loss(taken, targets, q_target, self.batch, self.config)
 
 
 @functools.cache
 def rule_case(source):
     case = RuleCase(source)
 
-    def run(meta, weights, inputs):
-        out, target_out, batch = inputs
-        hat, values, meta = case.rule(weights, inputs, meta)
-        probabilities = jax.tree.map(jax.nn.softmax, (out, target_out))
-        features = functools.partial(disco.make_features, weights)
-        columns, by_action = features(disco.MAIN, *probabilities, batch, values)
-        meta_columns, meta_by_action = features(disco.META, *probabilities, batch, values)
+    def run(meta, meta_net, inputs):
+        online, _, batch = inputs
+        modulation = meta_net.modulation(meta.hidden)
+        targets, values, meta = case.rule(meta_net, inputs, meta)
+        features = functools.partial(disco.make_features, values=values, moments=meta.advantage)
+        step_features, actions = features(meta_net.embeddings, *inputs)
+        meta_features, meta_actions = features(meta_net.lifetime_embeddings, *inputs)
+        hidden = disco.backward_lstm(meta_net.backward_lstm, step_features, batch.done[:-1])
         mid = {
-            "main_input": columns,
-            "main_act_cond_emb": by_action,
-            "meta_input": meta_columns,
-            "meta_act_cond_emb": meta_by_action,
-            "lstm_out": disco.look_back(weights, columns, batch.done[:-1]),
-            "meta_x_avg": disco.lifetime_input(weights, meta_columns, hat),
+            "main_input": step_features,
+            "main_act_cond_emb": actions,
+            "meta_input": meta_features,
+            "meta_act_cond_emb": meta_actions,
+            "lstm_out": hidden,
+            "mult_out": hidden * modulation,
+            "meta_x_avg": disco.lifetime_input(
+                meta_net, meta_features, hidden * modulation, targets.y
+            ),
         }
         grad = jax.grad(case.loss, has_aux=True)
         # A target on a bin: the original adds q to target - q, which misses it by this or nothing.
-        gradients = [grad(out, hat, values.target + miss, batch) for miss in (0.0, 1e-13)]
-        return hat, values, meta, mid, gradients
+        gradients = [grad(online, targets, values.q_target + miss) for miss in (0.0, 1e-13)]
+        return targets, values, meta, mid, gradients
 
     run = on_devices(run)
-    rest = stack(case.weights), stack(case.inputs)
+    rest = stack(case.meta_net), stack(case.inputs)
     first = jax.tree.map(lambda x: x[0], run(stack(case.meta), *rest))
     second = jax.tree.map(lambda x: x[0], run(stack(first[2]), *rest))
     return case, first, second
@@ -183,46 +200,59 @@ def rule(request):
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-def check_hat(golden, section, hat, values, meta):
-    close(hat.logits, golden[f"{section}/pi"], LOOSE)
-    close(hat.y, golden[f"{section}/y"], LOOSE)
-    close(hat.z, golden[f"{section}/z"], LOOSE)
-    close(values.normalized_adv, golden[f"{section}/normalized_adv"], LOOSE)
+def normalized(x, meta):
+    mean, std = meta.advantage.mean_and_std()
+    return (x - mean) / std
+
+
+def check_targets(golden, section, targets, values, meta):
+    close(targets.logits, golden[f"{section}/pi"], LOOSE)
+    close(targets.y, golden[f"{section}/y"], LOOSE)
+    close(targets.z, golden[f"{section}/z"], LOOSE)
+    close(normalized(values.advantage, meta), golden[f"{section}/normalized_adv"], LOOSE)
     close(meta.hidden, golden[f"{section}/rnn_hidden"], EXACT)
     close(meta.cell, golden[f"{section}/rnn_cell"], EXACT)
 
 
 def test_targets_of_the_rule(rule):
-    case, (hat, values, meta, _, _), _ = rule
-    check_hat(case.golden, "A/out", hat, values, meta)
-    close(hat.emb[..., None], case.golden["A/out/meta_input_emb"], LOOSE)
+    case, (targets, values, meta, mid, _), _ = rule
+    check_targets(case.golden, "A/out", targets, values, meta)
+    summary = case.meta_net.summary(mid["mult_out"])
+    close(summary, case.golden["A/out/meta_input_emb"], LOOSE)
 
 
 def test_the_rule_remembers_its_first_update_in_its_second(rule):
-    case, _, (hat, values, meta, _, _) = rule
-    check_hat(case.golden, "A/out2", hat, values, meta)
+    case, _, (targets, values, meta, _, _) = rule
+    check_targets(case.golden, "A/out2", targets, values, meta)
 
 
 def test_values_and_advantages(rule):
     case, (_, values, meta, _, _), _ = rule
     expected = {
-        "target": "q_target",
-        "adv": "adv",
-        "qv_adv": "qv_adv",
-        "normalized_qv_adv": "normalized_qv_adv",
+        "q_target": "q_target",
+        "advantage": "adv",
+        "action_advantage": "qv_adv",
         "td": "q_td",
     }
     for name, reference in expected.items():
         close(getattr(values, name), case.golden[f"A/out/{reference}"], LOOSE)
-    q = disco.expected_value(case.out.q)
-    close(q, case.golden["A/out/q_value"], LOOSE)
-    _, std = disco.mean_and_std(meta.td)
+    close(disco.expected_return(case.online.q), case.golden["A/out/q_value"], LOOSE)
+    normal = normalized(values.action_advantage, meta)
+    close(normal, case.golden["A/out/normalized_qv_adv"], LOOSE)
+    # The original has the moments of td as well, which it only logs.
+    td = moments(case.golden.group("A/in/td_ema"))
+    (td,) = on_devices(lambda td: (td.update(values.td, case.config.ema_decay),))(stack(td))
+    td = jax.tree.map(lambda x: x[0], td)
+    check_ema(case.golden, "A/out/td_ema", td)
+    _, std = td.mean_and_std()
     close(values.td / std, case.golden["A/out/normalized_q_td"], LOOSE)
-    for name in ("adv", "td"):
-        group, found = case.golden.group(f"A/out/{name}_ema"), getattr(meta, name)
-        close(found.first, group["moment1"], LOOSE)
-        close(found.second, group["moment2"], LOOSE)
-        close(found.decay_product, group["decay_product"], EXACT)
+    check_ema(case.golden, "A/out/adv_ema", meta.advantage)
+
+
+def check_ema(golden, name, found):
+    expected = moments(golden.group(name))
+    close(found.raw, expected.raw, LOOSE)
+    close(found.decay_product, expected.decay_product, EXACT)
 
 
 def test_features_and_the_lifetime_input(rule):
@@ -235,10 +265,12 @@ def test_features_and_the_lifetime_input(rule):
 def test_loss_and_its_gradient(rule):
     case, (_, values, _, _, [(gradient, metrics), (missing, _)]), _ = rule
     close(metrics["loss/total"], case.golden["A/out/total_loss"], LOOSE)
-    expected = disco.AgentOut(**case.golden.group("A/out/grad_agent_out"))
+    expected = disco.AgentOutput(**case.golden.group("A/out/grad_agent_out"))
     for name in ("logits", "y", "z", "aux_pi"):
         close(getattr(gradient, name), getattr(expected, name), LOOSE)
-    on_bin = disco.squash(values.target) % 1 == 0  # [T, B]
+    target = values.q_target
+    squashed = jnp.sign(target) * (jnp.sqrt(abs(target) + 1) - 1) + 1e-3 * target
+    on_bin = squashed % 1 == 0  # [T, B]
     on_bin = jnp.concatenate([on_bin, on_bin[:1] & False])[:, :, None, None]
     nearer = abs(missing.q - expected.q).max(-1, keepdims=True) < LOOSE
     gradient = gradient._replace(q=jnp.where(on_bin & nearer, missing.q, gradient.q))
@@ -250,23 +282,24 @@ def test_loss_and_its_gradient(rule):
 def test_gradient_with_respect_to_the_meta_network(rule):
     case, _, _ = rule
 
-    def total(weights, inputs, meta):
-        out, _, batch = inputs
+    def total(meta_net, inputs, meta):
+        online, *_ = inputs
         losses = []
         for _ in range(2):
-            hat, values, meta = case.rule(weights, inputs, meta)
-            loss, _ = case.loss(out, hat, values.target, batch)
+            targets, values, meta = case.rule(meta_net, inputs, meta)
+            loss, _ = case.loss(online, targets, values.q_target)
             losses.append(loss)
         return sum(losses)
 
     run = on_devices(jax.value_and_grad(total))
-    value, grads = run(stack(case.weights), stack(case.inputs), stack(case.meta))
+    value, grads = run(stack(case.meta_net), stack(case.inputs), stack(case.meta))
     close(value[0], case.golden["A/metagrad/value"], LOOSE)
-    norms = {name: jnp.linalg.norm(x) for name, x in grads.items()}
+    layers = jax.tree.leaves(disco.MetaNetwork())
+    names = [f"{layer.name}/{part}" for layer in layers for part in "wb"]
     expected = case.golden.group("A/metagrad/norm")
-    assert set(norms) == set(expected)
-    for name in norms:
-        close(norms[name], expected[name], LOOSE)
+    assert sorted(names) == sorted(expected)
+    for name, x in zip(names, jax.tree.leaves(grads), strict=True):
+        close(jnp.linalg.norm(x), expected[name], LOOSE)
 
 
 # ---------------------------------------------------------------- B, D: an agent and its updates
@@ -276,6 +309,7 @@ AGENT_NAMES = {
     "logits": "~_head_pass/torso_head/~/linear_0",
     "y": "~_head_pass/torso_head_1/~/linear_0",
     "cell": "linear",
+    "gates": "action_cond/linear",
     "z_0": "mlp/~/linear_0",
     "z_1": "mlp/~/linear_1",
     "aux_pi_0": "mlp_1/~/linear_0",
@@ -286,11 +320,18 @@ AGENT_NAMES = {
 NUM_ACTIONS = 3
 
 
+class Learner(NamedTuple):
+    """What an update reads and replaces."""
+
+    params: Any
+    target_params: Any
+    opt_state: Any
+    meta: disco.MetaState
+
+
 def agent_params(group):
-    """The original's arrays as disco.py's: its LSTM's kernel has the actions' rows first."""
-    w = group["mlp/action_cond/linear/w"]
-    gates = {"kernel": w[NUM_ACTIONS:], "bias": group["mlp/action_cond/linear/b"]}
-    params = {"action_gates": w[:NUM_ACTIONS], "gates": gates}
+    """The original's arrays as disco.py's."""
+    params = {}
     for name, original in AGENT_NAMES.items():
         w, b = (group[f"mlp/{original}/{part}"] for part in "wb")
         params[name] = {"kernel": w, "bias": b}
@@ -300,17 +341,14 @@ def agent_params(group):
 def learner(golden, size):
     """(state, network, optimizer, config) at the start of sections B and D, on `size` devices."""
     sizes = {"hidden_size": 32, "feature_size": 16, "model_size": 8, "branch_size": 12}
-    config = disco.Config(weights="random", lr=1e-2, **sizes)
+    config = disco.resolve(disco.Config(weights="random", lr=1e-2, **sizes))
     network, optimizer = disco.Agent(NUM_ACTIONS, config), disco.make_optimizer(config)
     params = agent_params(golden.group("B/in/params"))
-    zero, one = jnp.zeros((), float), jnp.ones((), float)
-    moments = disco.Moments(zero, zero, one)
-    zeros = jnp.zeros(128, float)
-    state = disco.RunnerState(**dict.fromkeys(disco.RunnerState._fields))._replace(
+    state = Learner(
         params=params,
         target_params=agent_params(golden.group("B/in/target_params")),
         opt_state=optimizer.init(params),
-        meta=disco.MetaState(moments, moments, zeros, zeros),
+        meta=jax.tree.map(real, disco.MetaState()),
     )
     return stack(state, size), network, optimizer, config
 
@@ -320,34 +358,35 @@ def rollout(golden, step):
     group = golden.group(f"B/in/rollout{step}")
     shift = lambda x: jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
     reset = ~group["discounts"]
-    return disco.Transition(
-        group["obs"],
-        group["actions"],
-        group["behaviour_logits"],
-        shift(group["rewards"]),
-        shift(reset),
-        reset,
+    return transitions(
+        obs=group["obs"],
+        action=group["actions"],
+        logits=group["behaviour_logits"],
+        reward=shift(group["rewards"]),
+        done=shift(reset),
+        reset=reset,
     )
 
 
 def three_updates(size):
-    golden, weights = released()
+    golden, meta_net = released()
     state, network, optimizer, config = learner(golden, size)
 
-    def update(state, batch, weights):
-        out = jax.vmap(network.apply, (None, 0))(state.params, batch.obs)
-        target_out = jax.vmap(network.apply, (None, 0))(state.target_params, batch.obs)
-        rule = disco.discovered_rule(weights, out, target_out, batch, state.meta, config)
-        new, metrics = disco.learn(state, batch, weights, network, optimizer, config)
+    def update(state, batch, meta_net):
+        unroll = jax.vmap(jax.vmap(network.apply, (None, 0)), (None, 0))
+        online, target = (unroll(x, batch.obs) for x in (state.params, state.target_params))
+        values = disco.compute_values(online, target, batch, config)
+        new, targets, metrics = disco.learn(meta_net, state, batch, network, optimizer, config)
         steps = jax.tree.map(lambda x, y: x - y, new.params, state.params)
         norm = jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(steps)))
-        return new, metrics | {"update_norm": norm}, out, rule
+        advantage = normalized(values.advantage, new.meta)
+        return new, targets, metrics | {"update_norm": norm}, online, values, advantage
 
     update, records = on_devices(update, size), []
     for step in range(3):
         split = lambda x: x.reshape(x.shape[0], size, -1, *x.shape[2:]).swapaxes(0, 1)
         batch = jax.tree.map(split, rollout(golden, step))  # [devices, L, B / devices, ...]
-        state, *record = update(state, batch, stack(weights, size))
+        state, *record = update(state, batch, stack(meta_net, size))
         records.append(record)
     return golden, state, records
 
@@ -373,30 +412,26 @@ def check_final(golden, section, state):
                 jax.tree.map(functools.partial(close, tolerance=exact), tree, agent_params(group))
         close(final.meta.hidden, golden[f"{section}/rnn_hidden"], EXACT)
         close(final.meta.cell, golden[f"{section}/rnn_cell"], EXACT)
-        for name in ("adv", "td"):
-            group, moments = golden.group(f"{section}/{name}_ema"), getattr(final.meta, name)
-            close(moments.first, group["moment1"], LOOSE)
-            close(moments.second, group["moment2"], LOOSE)
-            close(moments.decay_product, group["decay_product"], EXACT)
+        check_ema(golden, f"{section}/adv_ema", final.meta.advantage)
 
 
 def test_agent_network(one_device):
     golden, _, records = one_device
-    _, out, _ = records[0]
+    online = records[0][2]
     for name, expected in golden.group("B/out/net").items():
-        close(getattr(out, name)[0], expected, LOOSE)
+        close(getattr(online, name)[0], expected, LOOSE)
 
 
 @pytest.mark.parametrize("step", range(3))
 def test_three_updates(one_device, step):
     golden, _, records = one_device
-    metrics, _, (hat, values, _) = records[step]
+    targets, metrics, _, values, advantage = records[step]
     section = f"B/out/step{step}"
-    close(hat.logits[0], golden[f"{section}/pi"], LOOSE)
-    close(hat.y[0].mean(-1), golden[f"{section}/y_mean_last"], LOOSE)
-    close(hat.z[0].mean(-1), golden[f"{section}/z_mean_last"], LOOSE)
-    close(values.target[0], golden[f"{section}/q_target"], LOOSE)
-    close(values.normalized_adv[0], golden[f"{section}/normalized_adv"], LOOSE)
+    close(targets.logits[0], golden[f"{section}/pi"], LOOSE)
+    close(targets.y[0].mean(-1), golden[f"{section}/y_mean_last"], LOOSE)
+    close(targets.z[0].mean(-1), golden[f"{section}/z_mean_last"], LOOSE)
+    close(values.q_target[0], golden[f"{section}/q_target"], LOOSE)
+    close(advantage[0], golden[f"{section}/normalized_adv"], LOOSE)
     log = {"loss/total": "total_loss", "optim/grad_norm": "global_gradient_norm"}
     for name, reference in (log | {"update_norm": "global_update_norm"}).items():
         close(metrics[name][0], golden[f"{section}/log/{reference}"], LOOSE)
@@ -409,7 +444,7 @@ def test_state_after_three_updates(one_device):
 
 def test_two_devices(two_devices):
     golden, state, records = two_devices
-    for step, (metrics, *_) in enumerate(records):
+    for step, (_, metrics, *_) in enumerate(records):
         section = f"D/out/step{step}/log"
         for name in ("loss/total", "value/explained_variance"):
             assert metrics[name][0] == metrics[name][1]
@@ -441,31 +476,29 @@ def test_optimizer_clips_each_entry_after_adam():
 
 def test_catch_is_the_original():
     golden, _ = released()
-    reset, step, _ = disco.make_env(disco.Config(weights="random"))
+    reset, step, num_actions = disco.make_env(disco.Config())
+    assert num_actions == 3
     states = golden["E/out/state_bally_ballx_pady_padx"]  # [41, 3, 4]
     ended = golden["E/out/step_type"] == 2
     keys = jax.random.split(jax.random.key(0), 3)
+    _, fresh = jax.vmap(reset)(keys)
+    assert (fresh.paddle_y == 7).all() and (fresh.paddle_x == 4).all()
+    step = jax.jit(jax.vmap(step))
     for t, action in enumerate(golden["E/in/actions"]):
-        y, x, paddle_y, paddle_x = states[t].T
-        assert (paddle_y == 7).all()
-        _, state, reward, terminated, truncated, _ = step(
-            keys, disco.CatchState(y, x, paddle_x), action
-        )
+        y, x, paddle_y, paddle_x = states[t].T.astype(jnp.int32)
+        before = fresh.replace(ball_y=y, ball_x=x, paddle_y=paddle_y, paddle_x=paddle_x)
+        obs, state, reward, terminated, truncated, next_obs = step(keys, before, action)
         assert (terminated == ended[t + 1]).all() and not truncated.any()
         assert (reward == golden["E/out/reward"][t + 1]).all()
-        y, x, _, paddle_x = states[t + 1].T
+        y, x, paddle_y, paddle_x = states[t + 1].T
         assert (state.ball_y == y).all() and (state.paddle_x == paddle_x).all()
+        assert (state.paddle_y == paddle_y).all()
         assert ((state.ball_x == x) | terminated).all()  # a new ball starts anywhere
+        seen = golden["E/out/obs"][t + 1][..., 0]
+        assert (obs == seen)[~terminated].all() and (next_obs == seen)[~terminated].all()
+        assert (obs[terminated][:, 7] == seen[terminated][:, 7]).all()
+        assert (obs[terminated][:, 0].sum(-1) == 1).all()
     assert ended.any()
-    for t in range(len(states) - 1):  # what is seen, from the states that lead there
-        y, x, _, paddle_x = states[t].T
-        obs, *_, last, _, final_obs = step(
-            keys, disco.CatchState(y, x, paddle_x), golden["E/in/actions"][t]
-        )
-        seen = golden["E/out/obs"][t + 1]
-        assert (obs == seen)[~last].all() and (final_obs == seen)[~last].all()
-        assert (obs[last][:, 7] == seen[last][:, 7]).all()
-        assert (obs[last][:, 0].sum((-1, -2)) == 1).all()
 
 
 # -------------------------------------------------------------------------------- the baselines
@@ -476,64 +509,99 @@ def test_vtrace_is_that_of_rlax():
     discount = 0.9 * jax.random.bernoulli(keys[1], 0.7, (steps, batch))
     value = jax.random.normal(keys[2], (steps + 1, batch))
     ratio = jnp.exp(jax.random.normal(keys[3], (steps, batch)))
-    adv, target = disco.compute_vtrace(reward, discount, value, ratio, trace_lambda)
+    clipped = jnp.minimum(ratio, 1.0)
+    advantage, target = disco.vtrace_advantage(reward, discount, value, clipped, trace_lambda)
     inputs = (value[:-1], value[1:], reward, discount, ratio)
     vtrace = functools.partial(rlax.vtrace_td_error_and_advantage, lambda_=trace_lambda)
     expected = jax.vmap(vtrace, in_axes=1, out_axes=1)(*inputs)
-    close(adv, expected.pg_advantage, EXACT)
+    close(advantage, expected.pg_advantage, EXACT)
     close(target - value[:-1], expected.errors, EXACT)
 
 
-def test_policy_gradient_needs_no_critic():
-    """Its advantages are the discounted returns to the end of the episode or the trajectory."""
-    config = disco.Config(rule="policy_gradient", gamma=0.5, ema_decay=0.5)
+def baseline_advantage(rule, logits, reward, done):
+    """Advantages and value targets [T] of action 0, replayed from a uniform policy."""
+    config = disco.Config(rule=rule, gamma=0.5, ema_decay=0.5)
     zeros = jnp.zeros((5, 1))
-    out = disco.AgentOut(jnp.zeros((5, 1, 3)), None, None, None, jnp.ones((5, 1, 601)))
-    reward = jnp.array([1.0, 2.0, 4.0, 8.0, 0.0])[:, None]
-    done = jnp.array([False, True, False, False, False])[:, None]
-    batch = disco.Transition(None, zeros.astype(int), jnp.zeros((5, 1, 3)), reward, done, done)
-    moments = disco.Moments(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
-    run = lambda meta: disco.baseline_rule(out, batch, meta, config)
-    meta = disco.MetaState(moments, moments, zeros[0], zeros[0])
-    adv, target, *_ = on_devices(run)(stack(meta))
+    output = disco.AgentOutput(logits, value=jnp.ones((5, 1, 601)))  # values are zero
+    batch = transitions(
+        action=zeros.astype(int),
+        logits=jnp.zeros((5, 1, 3)),
+        reward=jnp.array(reward)[:, None],
+        done=jnp.array(done)[:, None],
+    )
+    run = lambda meta: disco.baseline_rule(output, batch, meta, config)
+    advantage, target, _ = on_devices(run)(stack(jax.tree.map(real, disco.MetaState())))
+    return advantage[0, :, 0], target[0, :, 0]
+
+
+def test_policy_gradient_has_normalized_returns_as_advantages():
+    """Discounted, to the end of the episode or the trajectory."""
+    done = [False, True, False, False, False]
+    rewards = [1.0, 2.0, 4.0, 8.0, 0.0]
+    advantage, _ = baseline_advantage("policy_gradient", jnp.zeros((5, 1, 3)), rewards, done)
     expected = np.array([2.0, 2.0, 8.0, 8.0])
-    close(target[0, :, 0], expected, EXACT)
-    close(adv[0, :, 0], (expected - expected.mean()) / expected.std(), 1e-5)
+    close(advantage, (expected - expected.mean()) / expected.std(), 1e-5)
 
 
 @pytest.mark.parametrize("rule", ["actor_critic", "policy_gradient"])
-def test_what_the_policy_has_given_up_is_not_pushed_further(rule):
-    """A replayed action that is hardly taken any more has no advantage, whatever the mean is."""
-    config = disco.Config(rule=rule, gamma=0.5, ema_decay=0.5)
+def test_an_abandoned_action_is_not_pushed_further(rule):
+    """A replayed action that the policy hardly takes has no advantage, whatever the mean is."""
     logits = jnp.zeros((5, 1, 3)).at[1, 0, 0].set(-100.0)
-    out = disco.AgentOut(logits, None, None, None, jnp.ones((5, 1, 601)))
-    reward = jnp.array([1.0, 2.0, 4.0, 8.0, 0.0])[:, None]
-    done = jnp.ones((5, 1), bool)
-    action = jnp.zeros((5, 1), int)
-    batch = disco.Transition(None, action, jnp.zeros((5, 1, 3)), reward, done, done)
-    moments = disco.Moments(jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
-    meta = disco.MetaState(moments, moments, jnp.zeros(1), jnp.zeros(1))
-    run = lambda meta: disco.baseline_rule(out, batch, meta, config)[0]
-    adv = on_devices(run)(stack(meta))[0, :, 0]
-    assert abs(adv[1]) < 1e-6 < abs(adv[jnp.array([0, 2, 3])]).min()
-    if rule == "actor_critic":  # values are zero: as the rewards are, not normalised
-        close(adv[jnp.array([0, 2, 3])], np.array([1.0, 4.0, 8.0]), LOOSE)
+    advantage, _ = baseline_advantage(rule, logits, [1.0, 2.0, 4.0, 8.0, 0.0], [True] * 5)
+    others = advantage[jnp.array([0, 2, 3])]
+    assert abs(advantage[1]) < 1e-6 < abs(others).min()
+    if rule == "actor_critic":
+        close(others, np.array([1.0, 4.0, 8.0]), LOOSE)
+
+
+def test_policy_gradient_has_no_critic():
+    """Neither a value head nor a value loss reaches the shared torso."""
+    config = disco.resolve(disco.Config(rule="policy_gradient", vf_coef=100.0, **SIZES))
+    network, optimizer = disco.Agent(3, config), disco.make_optimizer(config)
+    params = network.init(jax.random.key(0), jnp.ones(2))
+    assert set(params["params"]) == {"torso_0", "torso_1", "logits"}
+    shape = (5, 2)
+    batch = transitions(
+        obs=jax.random.normal(jax.random.key(1), (*shape, 2)),
+        action=jnp.zeros(shape, int),
+        logits=jnp.zeros((*shape, 3)),
+        reward=jnp.ones(shape),
+        done=jnp.zeros(shape, bool),
+        reset=jnp.zeros(shape, bool),
+    )
+    meta = jax.tree.map(real, disco.MetaState())
+    state = Learner(params, params, optimizer.init(params), meta)
+    learn = lambda state: disco.learn(None, state, batch, network, optimizer, config)
+    _, _, metrics = on_devices(learn)(stack(state))
+    assert "loss/value" not in metrics and "value/explained_variance" not in metrics
+    entropy = config.ent_coef * metrics["policy/entropy"]
+    close(metrics["loss/total"], metrics["loss/policy"] - entropy, EXACT)
+
+
+@pytest.mark.parametrize(
+    "rule, lr, ent_coef, vf_coef",
+    [
+        ("disco", 1e-2, 0.0, 0.2),
+        ("actor_critic", 5e-4, 0.2, 0.5),
+        ("policy_gradient", 1e-3, 0.01, 0),
+    ],
+)
+def test_every_rule_has_settings_of_its_own(rule, lr, ent_coef, vf_coef):
+    config = disco.resolve(disco.Config(rule=rule))
+    assert (config.lr, config.ent_coef, config.vf_coef) == (lr, ent_coef, vf_coef)
+    given = {"lr": 0.1, "ent_coef": 0.0, "vf_coef": 3.0}
+    config = disco.resolve(disco.Config(rule=rule, **given))
+    assert {name: getattr(config, name) for name in given} == given
 
 
 # ---------------------------------------------------------------------------------- the harness
-SMALL = {
+SIZES = {"hidden_size": 8, "feature_size": 8, "model_size": 4, "branch_size": 4}
+SMALL = SIZES | {
     "weights": "random",
-    "total_timesteps": 128,
     "num_envs": 2,
     "num_steps": 8,
     "replay_batch": 4,
     "replay_size": 6,
-    "hidden_size": 8,
-    "feature_size": 8,
-    "model_size": 4,
-    "branch_size": 4,
-    "num_calls": 4,
-    "num_evals": 2,
     "eval_episodes": 3,
 }
 
@@ -545,8 +613,15 @@ def single():
         pytest.skip("is about float32")
 
 
-def start(updates=2, **changes):
-    init, train = disco.make_train(disco.Config(**{**SMALL, **changes}), updates)
+@functools.cache
+def programs(changes):
+    return disco.make_train(disco.Config(**{**SMALL, **dict(changes)}))
+
+
+def start(updates=2, calls=1, **changes):
+    """(state, train): a call of train makes so many updates."""
+    sizes = {"num_evals": calls, "total_timesteps": 16 * updates * calls}
+    init, train, *_ = programs(tuple((sizes | changes).items()))
     return init(jax.random.split(jax.random.key(0), jax.local_device_count())), train
 
 
@@ -558,11 +633,9 @@ def copy(tree):
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
-        {"rule": "actor_critic", "ent_coef": 0.01},
+        {"rule": "actor_critic"},
         {"rule": "policy_gradient"},
-        {"env_id": "CartPole-v1"},
-        {"env_id": "Catch-bsuite", "num_seeds": 2},
+        {"env_id": "CartPole-v1", "num_seeds": 2},
         {"env_id": "Breakout-MinAtar"},
     ],
     ids=str,
@@ -573,8 +646,11 @@ def test_updates_wait_for_the_replay_and_then_change_everything(changes):
     state, metrics = train(state)  # of the first two updates, the second has four trajectories
     assert np.isnan(metrics["loss/total"][:, 0]).all()
     assert (metrics["optim/grad_norm"][:, 0] == 0).all()
-    for name in ("loss/total", "policy/entropy", "optim/grad_norm"):
+    for name in ("policy/entropy", "optim/grad_norm"):
         assert np.isfinite(metrics[name][:, 1]).all() and (metrics[name][:, 1] > 0).all()
+    assert np.isfinite(metrics["loss/total"][:, 1]).all()
+    assert np.isnan(metrics["eval/return"][:, 0]).all()
+    assert np.isfinite(metrics["eval/return"][:, 1]).all()
     after = copy(state)
     changed = jax.tree.map(lambda x, y: (x != y).any(), before.params, after.params)
     assert all(jax.tree.leaves(changed)), changed
@@ -583,7 +659,7 @@ def test_updates_wait_for_the_replay_and_then_change_everything(changes):
 
 @pytest.mark.usefixtures("single")
 def test_the_replay_holds_the_latest_trajectories_in_order():
-    state, train = start(env_id="Catch-5x5")
+    state, train = start(calls=3, env_id="Catch-5x5")
     replays = []
     for _ in range(3):
         state, _ = train(state)
@@ -595,30 +671,78 @@ def test_the_replay_holds_the_latest_trajectories_in_order():
     assert (second[:2] == third[:2]).all() and (second[2:4] != third[2:4]).any()
     replay = replays[-1]
     assert (replay.reset[:, 1:] == replay.done[:, :-1]).all() and replay.done.any()
-    row = replay.obs[..., :4, :, 0].any(-1).argmax(-1)  # of the ball, [6, 8]
+    row = replay.obs[..., :4, :].any(-1).argmax(-1)  # of the ball, [6, 8]
     assert (row[:, 1:] == np.where(replay.done[:, :-1], 0, row[:, :-1] + 1)).all()
     assert (abs(replay.reward) == replay.done).all()
     assert replay.logits.shape == (6, 8, 3)
 
 
 @pytest.mark.usefixtures("single")
-@pytest.mark.parametrize("rule", ["disco", "actor_critic"])
-def test_two_calls_are_one(rule):
-    once, train = start(rule=rule, updates=6)
-    once, _ = train(once)
-    twice, train = start(rule=rule, updates=3)
-    twice, _ = train(train(twice)[0])
-    equal = jax.tree.map(lambda x, y: (np.asarray(x) == np.asarray(y)).all(), once, twice)
-    assert all(jax.tree.leaves(equal))
+def test_the_best_parameters_are_those_of_the_best_evaluation():
+    state, train = start(calls=3, env_id="Catch-5x5")
+    returns, params = [], []
+    for _ in range(3):
+        state, metrics = train(state)
+        returns.append(float(metrics["eval/return"][0, -1, 0]))
+        params.append(copy(state.params))
+        assert (np.asarray(state.eval_return) == returns[-1]).all()
+    assert len(set(returns)) > 1
+    assert (np.asarray(state.best_return) == max(returns)).all()
+    best = params[int(np.argmax(returns))]
+    jax.tree.map(np.testing.assert_array_equal, copy(state.best), best)
+    assert -1 <= state.absolute_return[0, 0] <= 1
+
+
+@pytest.mark.usefixtures("single")
+def test_the_target_network_of_a_new_run_starts_at_the_given_parameters():
+    """As --init-from replaces `params` alone."""
+    state, train = start(updates=1, calls=2, rule="actor_critic")
+    params = jax.tree.map(lambda x: x + 1, copy(state.params))
+    state, _ = train(state._replace(params=params))  # does not learn yet
+    jax.tree.map(np.testing.assert_array_equal, copy(state.params), params)
+    jax.tree.map(np.testing.assert_array_equal, copy(state.target_params), params)
+    state, _ = train(state)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-6)
+    jax.tree.map(near, copy(state.target_params), params)
+    changed = jax.tree.map(lambda x, y: (x != y).any(), copy(state.params), params)
+    assert all(jax.tree.leaves(changed))
+
+
+@pytest.mark.usefixtures("single")
+def test_evaluations_have_random_keys_of_their_own(monkeypatch):
+    """The return of an episode tells the key of its reset: none is one of the training's."""
+
+    def make_env(config):
+        def reset(key):
+            number = (jax.random.key_data(key)[-1] % 2**20).astype(jnp.float32)
+            return jnp.zeros(2), number
+
+        def step(key, number, action):
+            obs, new = reset(key)
+            done = jnp.bool(True)
+            return obs, new, number, done, ~done, obs
+
+        return reset, step, 2
+
+    monkeypatch.setattr(disco, "make_env", make_env)
+    sizes = {"rule": "policy_gradient", "eval_episodes": 1, "replay_size": 64}
+    config = disco.Config(**SMALL | sizes, total_timesteps=16 * 8, num_evals=4)
+    init, train, *_ = disco.make_train(config)
+    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    evaluated = []
+    for _ in range(4):
+        state, _ = train(state)
+        evaluated.append(float(state.eval_return[0, 0]))
+    trained = np.asarray(state.replay.reward)[0, 0, :16].ravel().tolist()
+    assert len(set(trained)) == 16 * 8 and len(set(evaluated)) == 4
+    assert not set(trained) & set(evaluated)
 
 
 # --------------------------------------------------------------------------------------- weights
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    disco.load_weights.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    yield tmp_path / "disco_rl" / "disco_103.npz"
-    disco.load_weights.cache_clear()
+    return tmp_path / "disco_rl" / "disco_103.npz"
 
 
 def test_without_network_the_error_says_what_to_run(cache, monkeypatch):
@@ -627,10 +751,10 @@ def test_without_network_the_error_says_what_to_run(cache, monkeypatch):
 
     monkeypatch.setattr(disco.urllib.request, "urlopen", unreachable)
     with pytest.raises(disco.ConfigError) as error:
-        disco.resolve(disco.Config())
+        disco.make_train(disco.Config())
     assert "no route" in str(error.value) and f"curl --create-dirs -o {cache}" in str(error.value)
     assert not cache.exists()
-    assert disco.resolve(disco.Config(rule="actor_critic"))  # needs none
+    disco.make_train(disco.Config(rule="actor_critic"))  # needs none
 
 
 def test_a_download_is_kept_only_if_it_is_what_was_released(cache, monkeypatch):
@@ -641,43 +765,132 @@ def test_a_download_is_kept_only_if_it_is_what_was_released(cache, monkeypatch):
     assert not cache.exists()
     content = find("disco_103.npz").read_bytes()
     served = io.BytesIO(content)
-    weights = disco.load_weights("")
-    assert cache.read_bytes() == content and set(weights) == set(synthetic_weights())
+    meta_net = disco.load_weights("")
+    assert cache.read_bytes() == content
     monkeypatch.delattr(disco.urllib.request, "urlopen")
-    disco.load_weights.cache_clear()
-    disco.load_weights("")  # from the cache
+    jax.tree.map(np.testing.assert_array_equal, disco.load_weights(""), meta_net)  # from the cache
+    cache.write_bytes(content[:-1])
+    with pytest.raises(disco.ConfigError, match="sha256"):
+        disco.load_weights("")
 
 
 def test_weights_of_the_wrong_kind(cache, tmp_path):
-    with pytest.raises(disco.ConfigError, match="cannot be read"):
+    with pytest.raises(disco.ConfigError, match="nothing.npz"):
         disco.load_weights(str(tmp_path / "nothing.npz"))
     (tmp_path / "text.npz").write_text("no arrays")
-    with pytest.raises(disco.ConfigError, match="npz"):
+    with pytest.raises(disco.ConfigError, match="text.npz"):
         disco.load_weights(str(tmp_path / "text.npz"))
     weights = synthetic_weights()
-    np.savez(tmp_path / "right.npz", **weights)
-    assert disco.load_weights(str(tmp_path / "right.npz")).keys() == weights.keys()
-    name = min(weights)
-    np.savez(tmp_path / "wrong.npz", **weights | {name: np.zeros(3)})
-    with pytest.raises(disco.ConfigError, match=name):
-        disco.load_weights(str(tmp_path / "wrong.npz"))
+    layer = min(weights).rpartition("/")[0]
+    for changes in ({f"{layer}/w": np.zeros(3)}, {f"{layer}/b": np.zeros(3)}):
+        np.savez(tmp_path / "wrong.npz", **weights | changes)
+        with pytest.raises(disco.ConfigError, match=layer):
+            disco.load_weights(str(tmp_path / "wrong.npz"))
+    weights.pop(f"{layer}/w")
+    np.savez(tmp_path / "less.npz", **weights)
+    with pytest.raises(disco.ConfigError, match=layer):
+        disco.load_weights(str(tmp_path / "less.npz"))
 
 
+def test_random_weights_are_truncated_and_scaled():
+    meta_net = disco.random_weights(0)
+    for layer, released in zip(
+        jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear)),
+        jax.tree.leaves(disco.MetaNetwork()),
+        strict=True,
+    ):
+        stddev = released.stddev or released.shape[-2] ** -0.5
+        assert layer.w.shape == released.shape[-2:] and not layer.b.any()
+        assert abs(layer.w).max() <= 2 * stddev
+        if layer.w.size > 1000:
+            assert abs(layer.w.std() / stddev - 0.88) < 0.03
+    stddevs = {released.stddev for released in disco.MetaNetwork() if hasattr(released, "stddev")}
+    assert stddevs == {None, 0.3, 1.0}
+
+
+# ---------------------------------------------------------------------------------- wrong inputs
 @pytest.mark.parametrize(
     "changes, message",
     [
         ({"env_id": "Catch-8x9x"}, "nearest"),
-        ({"env_id": "Catch-1x5"}, "Catch-2x2"),
+        ({"env_id": "Catch-1x5"}, "nearest are Catch-8x8"),
         ({"env_id": "Pendulum-v1"}, "continuous"),
-        ({"num_steps": 1}, "at least 2"),
-        ({"total_timesteps": 31}, "32"),
-        ({"replay_size": 3}, "replay_size = 3"),
+        ({"env_params": '{"speed": 1}'}, "max_steps_in_episode"),
+        ({"num_steps": 1}, "num_steps"),
+        ({"total_timesteps": 31}, "hold 2 trajectories of num_steps = 8"),
+        ({"total_timesteps": 15}, "at least 32"),
+        ({"replay_size": 3}, "replay_size"),
+        ({"num_envs": 8}, "replay_size"),
+        ({"lr": float("nan")}, "lr = nan"),
+        ({"lr": 0.0}, "lr = 0"),
+        ({"gamma": 1.5}, "gamma = 1.5"),
+        ({"trace_lambda": -0.1}, "trace_lambda = -0.1"),
+        ({"ema_decay": 1.1}, "ema_decay = 1.1"),
+        ({"target_decay": float("inf")}, "target_decay = inf"),
+        ({"max_update": 0.0}, "max_update = 0"),
+        ({"ent_coef": -0.1}, "ent_coef = -0.1"),
+        ({"vf_coef": -1.0}, "vf_coef = -1"),
+        ({"num_envs": 0}, "num_envs = 0"),
     ],
     ids=str,
 )
 def test_a_wrong_input_says_what_to_change(changes, message):
     with pytest.raises(disco.ConfigError, match=message):
-        disco.resolve(disco.Config(**{**SMALL, **changes}))
+        disco.make_train(disco.Config(**SMALL | {"total_timesteps": 128, "num_evals": 1} | changes))
+
+
+@pytest.mark.parametrize("words", ["--lr nan", "--gamma 1.5", "--ent-coef -0.1"])
+def test_a_wrong_option_ends_with_exit_code_2(words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["disco.py", *words.split()])
+    monkeypatch.delattr(jax, "pmap")  # nothing is compiled
+    with pytest.raises(SystemExit) as exit:
+        disco.cli()
+    assert exit.value.code == 2
+    name = words.split()[0].removeprefix("--").replace("-", "_")
+    assert capsys.readouterr().err.startswith(f"error: {name} = ")
+
+
+# ------------------------------------------------------------------------------------- whole runs
+@pytest.mark.usefixtures("single")
+def test_a_killed_run_continues_to_the_same_bytes(tmp_path, monkeypatch):
+    sizes = SMALL | {"total_timesteps": 128, "num_evals": 4, "env_id": "Catch-5x5"}
+    programs = disco.make_train(disco.Config(**sizes))  # shared, as only the folders differ
+    monkeypatch.setattr(disco, "make_train", lambda config: programs)
+
+    def files(name):
+        folder = tmp_path / name
+        rows = (folder / "metrics.csv").read_text().splitlines()
+        names = rows[0].split(",")
+        kept = [name for name in names if name != "time/sps"]
+        cells = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
+        table = [[row[name] for name in kept] for row in cells]
+        return kept, table, (folder / "checkpoint.msgpack").read_bytes()
+
+    whole = disco.main(disco.Config(**sizes, run_dir=str(tmp_path / "whole")))
+    write = disco.write
+    killed = disco.Config(**sizes, run_dir=str(tmp_path / "killed"))
+    for suffix in (".msgpack", ".csv"):  # of the second call, and of the third
+        left = [None, None]
+
+        def write_or_die(path, content, suffix=suffix, left=left):
+            if path.suffix == suffix:
+                left.pop()
+                if not left:
+                    raise KeyboardInterrupt
+            write(path, content)
+
+        monkeypatch.setattr(disco, "write", write_or_die)
+        with pytest.raises(KeyboardInterrupt):
+            disco.main(killed)
+    monkeypatch.setattr(disco, "write", write)
+    again = disco.main(killed)
+    assert files("killed") == files("whole")
+    for name in ("eval_return_per_seed", "best_eval_return_mean", "absolute_return_mean"):
+        assert again[name] == whole[name]
+    names, table, _ = files("whole")
+    assert {"loss/y", "loss/z", "loss/aux_policy"} <= set(names)
+    assert not {"policy/approx_kl", "policy/clip_fraction"} & set(names)
+    assert len(table) == 8 and all(any(row[i] for row in table) for i in range(len(names)))
 
 
 def test_everything_in_float64():
