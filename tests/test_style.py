@@ -37,7 +37,7 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "episode_stats": PPO,
     "dense": FEED_FORWARD,  # ppo_rnn's takes a dtype
     "ppo_loss": FEED_FORWARD,
-    "RunnerState": FEED_FORWARD,
+    "RunnerState": ("ppo_ff", "ppo_continuous"),
 }
 BANNERS = ["config", "environment", "network", "rollout", "advantage", "loss", "train", "main"]
 
@@ -223,7 +223,7 @@ def test_options_come_in_three_groups():
 
 def test_options_mean_the_same_in_every_script():
     """Same name, same type and same help; only defaults may differ."""
-    differ = ("env_id", "env_params", "hidden_size", "lr", "gamma", "target_kl", "num_steps")
+    differ = ("env_id", "env_params", "hidden_size", "lr", "ent_coef", "vf_coef")
     seen = {}
     for script in SCRIPTS:
         lines = text_of(script).splitlines()
@@ -260,7 +260,7 @@ def test_ruff_has_nothing_to_say(command):
 # ------------------------------------------ paste
 SMALL_ENV = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
-    "disco": {"weights": "random", "env_id": "Catch-5x5", "num_steps": 4, "num_envs": 2},
+    "disco": {"weights": "random", "env_id": "Catch-5x5", "num_envs": 2, "replay_batch": 4},
 }
 
 
