@@ -67,7 +67,7 @@ pmean = partial(jax.lax.pmean, axis_name="devices")
 
 # ----------------------------------------- config
 class ConfigError(Exception):
-    """A wrong input, and what to change."""
+    """Invalid input, and how to fix it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Config:
 
     # Environment
     env_id: str = "Catch-8x8"  # Catch-<rows>x<columns> or a gymnax environment
-    env_params: str = ""  # its parameters as JSON: {"max_steps_in_episode": 200}
-    total_timesteps: float = 58e3  # environment steps per seed, rounded down
+    env_params: str = ""  # JSON parameters, such as {"max_steps_in_episode": 200}
+    total_timesteps: float = 58e3  # environment steps per seed (at most)
     num_envs: int = 2  # parallel environments per seed, over all devices
     num_steps: int = 29  # rollout length
     # Algorithm
@@ -102,9 +102,9 @@ class Config:
     num_seeds: int = 1  # agents trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation
-    eval_greedy: bool = False  # evaluate the most likely actions
+    eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder with initial parameters (its best)
+    init_from: str = ""  # run folder; start from its first seed's best
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -147,7 +147,7 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
     terminated, truncated, next_obs) and the number of actions. `step` resets after an episode:
-    `obs` is then the first of the next one, but `next_obs` the true final observation.
+    `obs` then starts the next one, but `next_obs` is the true final observation.
     """
     known = ["Catch-8x8", *gymnax.registered_envs]
     catch = re.fullmatch(r"Catch-([2-9]|[1-9]\d+)x([2-9]|[1-9]\d+)", config.env_id)
@@ -385,7 +385,7 @@ class MetaState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Carry of the training scan of one seed; outside of it, with axes [D, S] in front."""
+    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
 
     key: jax.Array  # [2]
     params: Any
@@ -393,7 +393,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     replay: Transition  # [C, L] ring buffer
     runner: RunnerState  # [N]
-    best: Any  # parameters of best_return
+    best: Any  # parameters that scored best_return
     meta: MetaState = MetaState()
     update: jax.Array = np.int32(0)
     eval_return: jax.Array = np.float32(np.nan)
@@ -739,7 +739,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep can vmap init_seed and train_seed, also over numbers in `config`.
+    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -767,7 +767,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best, the others evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -804,7 +804,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start)(jax.random.split(runner_key, num_envs))
-        # The environments differ between devices, the network must not.
+        # Environments differ between devices, but the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
         _, rollout = jax.eval_shape(act, params, runner)  # [N, L]
         empty = lambda x: jnp.zeros((replay_size, *x.shape[1:]), x.dtype)
@@ -850,8 +850,8 @@ def open_run(config: Config) -> tuple[Path, dict]:
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir", "track", "distributed"]
-    if (run_dir / "summary.json").exists():  # finished: can be extended
+    free = ["run_dir", "init_from", "track", "distributed"]
+    if (run_dir / "summary.json").exists():  # extend both in proportion
         free += ["total_timesteps", "num_evals"]
     for name, value in about.items():
         if name not in free and value != stored.get(name):
@@ -864,13 +864,13 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint or, for a new run, `state`, in NumPy."""
+    """The last checkpoint or a fresh `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
         if path.exists():
             state = flax.serialization.from_bytes(state, path.read_bytes())
-        elif config.init_from:
+        elif config.init_from and jax.process_index() == 0:
             path = Path(config.init_from, path.name)
             best = flax.serialization.from_bytes(state, path.read_bytes()).best
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
@@ -885,7 +885,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
     """Write metrics [updates, S] to the table, after those of `done` updates."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + done * config.num_seeds :]  # behind the checkpoint
+    del lines[1 + done * config.num_seeds :]  # past the checkpoint
     for i, seed in np.ndindex(metrics["eval/return"].shape):
         env_steps = (done + 1 + i) * config.batch_size
         row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
@@ -900,7 +900,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # an import started one for this process
+        clear_backends()  # an import already started one
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -934,7 +934,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, done, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: update {done + 1 + finite.argmin()} is not finite: lower lr")
+            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
@@ -956,12 +956,12 @@ def main(config: Config) -> dict:
         run.summary.update(summary)
         run.finish()
     if is_first:
-        print(f"return {returns.mean():.4g} ± {returns.std():.3g}; python plot.py {run_dir}")
+        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
     return summary
 
 
 def cli():
-    """The command line. A wrong input ends with exit code 2, no traceback."""
+    """The command line. Bad input exits with code 2, without traceback."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")

@@ -3,13 +3,13 @@
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
 one XLA program. Deliberate deviations from the papers and most implementations:
-- time limits are not terminations: they cut the trace, but bootstrap from the value of the true
-  final observation (Pardo et al. 2018, arXiv 1712.00378);
-- advantages are normalized over the minibatch of all devices;
+- a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
+  value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
+- advantages are normalized per minibatch, across all devices;
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
 - observation statistics are frozen during a rollout and its update: the first ratio is 1.
 
-Shapes: T steps, N environments and B minibatch per device, D devices, S seeds.
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_obs_norm.py
 
@@ -51,7 +51,7 @@ SCRIPT = "ppo_obs_norm"
 
 # ----------------------------------------- config
 class ConfigError(Exception):
-    """A wrong input, and what to change."""
+    """Invalid input, and how to fix it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +60,8 @@ class Config:
 
     # Environment
     env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>
-    env_params: str = ""  # its parameters as JSON: {"max_steps_in_episode": 200}
-    total_timesteps: float = 5e5  # environment steps per seed, rounded down
+    env_params: str = ""  # JSON parameters, such as {"max_steps_in_episode": 200}
+    total_timesteps: float = 5e5  # environment steps per seed (at most)
     num_envs: int = 16  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
     # Algorithm
@@ -73,7 +73,7 @@ class Config:
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.97  # discount factor
-    gae_lambda: float = 0.95  # trace decay of the advantage
+    gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
     clip_value: bool = False  # clip the value as well, by the same range
     ent_coef: float = 0.0  # entropy bonus coefficient
@@ -85,9 +85,9 @@ class Config:
     num_seeds: int = 1  # agents trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation
-    eval_greedy: bool = False  # evaluate the most likely actions
+    eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder with initial parameters (its best)
+    init_from: str = ""  # run folder; start from its first seed's best
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -307,13 +307,13 @@ class RunnerState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Carry of the training scan of one seed; outside of it, with axes [D, S] in front."""
+    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
 
     key: jax.Array  # [2]
     params: Any
     opt_state: Any
     runner: RunnerState  # [N]
-    best: Any  # parameters of best_return
+    best: Any  # parameters that scored best_return
     return_stats: Moments = Moments(np.float32(0), np.float32(1), np.float32(0))
     update: jax.Array = np.int32(0)
     eval_return: jax.Array = np.float32(np.nan)
@@ -346,7 +346,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     All arrays are [T, ...]. `next_value` is the value of the true next observation, `done` is
     terminated | truncated. Returns (advantage, target).
     """
-    # Only a termination stops the bootstrap; both kinds of end cut the trace.
+    # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + gamma * (1.0 - terminated) * next_value - value
     decay = gamma * gae_lambda * (1.0 - done)
 
@@ -389,10 +389,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorts packed rows, which makes training 20 % faster than argsort."""
+    """A random permutation. Sorting bits | row makes training 20% faster than argsort does."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # too few would remain random
+    if row_bits > 16:  # too few random bits left
         return jnp.argsort(bits)
     return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
@@ -402,17 +402,17 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep can vmap init_seed and train_seed, also over numbers in `config`.
+    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     num_samples = num_envs * config.num_steps
     if config.num_envs % num_devices:
-        raise ConfigError(f"num_envs = {config.num_envs} is no multiple of {num_devices} devices")
+        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
     if num_samples % config.num_minibatches:
         raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
     if config.updates_per_eval < 1:
-        raise ConfigError(f"total_timesteps < {config.num_evals} evaluations * {config.batch_size}")
+        raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_type = "categorical" if is_discrete else config.policy
     network = ActorCritic(num_actions, config.hidden_size, policy_type)
@@ -460,7 +460,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best, the others evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -531,7 +531,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # The environments differ between devices, the network must not.
+        # Environments differ between devices, but the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
         return TrainState(key, params, optimizer(0).init(params), runner, best=params)
 
@@ -569,8 +569,8 @@ def open_run(config: Config) -> tuple[Path, dict]:
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir", "track", "distributed"]
-    if (run_dir / "summary.json").exists():  # finished: can be extended
+    free = ["run_dir", "init_from", "track", "distributed"]
+    if (run_dir / "summary.json").exists():  # extend both in proportion
         free += ["total_timesteps", "num_evals"]
     for name, value in about.items():
         if name not in free and value != stored.get(name):
@@ -583,13 +583,13 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint or, for a new run, `state`, in NumPy."""
+    """The last checkpoint or a fresh `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
         if path.exists():
             state = flax.serialization.from_bytes(state, path.read_bytes())
-        elif config.init_from:
+        elif config.init_from and jax.process_index() == 0:
             path = Path(config.init_from, path.name)
             best = flax.serialization.from_bytes(state, path.read_bytes()).best
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
@@ -604,7 +604,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
     """Write metrics [updates, S] to the table, after those of `done` updates."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + done * config.num_seeds :]  # behind the checkpoint
+    del lines[1 + done * config.num_seeds :]  # past the checkpoint
     for i, seed in np.ndindex(metrics["eval/return"].shape):
         env_steps = (done + 1 + i) * config.batch_size
         row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
@@ -619,7 +619,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # an import started one for this process
+        clear_backends()  # an import already started one
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -653,7 +653,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, done, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: update {done + 1 + finite.argmin()} is not finite: lower lr")
+            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
@@ -675,12 +675,12 @@ def main(config: Config) -> dict:
         run.summary.update(summary)
         run.finish()
     if is_first:
-        print(f"return {returns.mean():.4g} ± {returns.std():.3g}; python plot.py {run_dir}")
+        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
     return summary
 
 
 def cli():
-    """The command line. A wrong input ends with exit code 2, no traceback."""
+    """The command line. Bad input exits with code 2, without traceback."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")

@@ -152,7 +152,7 @@ def run_killed(module, words, name, number):
 def test_a_run_writes_its_folder_and_nothing_else(base):
     assert base.code == 0, base.err
     assert set(content(base.path)) == FILES
-    assert base.out.endswith(f"python plot.py {base.path}\n") and len(base.out.splitlines()) == 1
+    assert base.out.endswith(f"python plot.py {base.path}\n") and len(base.out.splitlines()) == 2
     assert base.err.strip().startswith(str(base.path))  # the progress bar names the folder
 
 
