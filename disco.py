@@ -76,7 +76,7 @@ class Config:
 
     # Environment
     env_id: str = "Catch-8x8"  # Catch-<rows>x<columns> or a gymnax environment
-    env_params: str = ""  # JSON parameters, such as {"max_steps_in_episode": 200}
+    env_params: str = ""  # JSON object of environment parameters
     total_timesteps: float = 58e3  # environment steps per seed (at most)
     num_envs: int = 2  # parallel environments per seed, over all devices
     num_steps: int = 29  # rollout length

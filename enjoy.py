@@ -1,216 +1,220 @@
-"""Replay the policy of a run: its return over full episodes, and a film of the first of them.
-
-The episodes are played by the training script's own `make_evaluate`, with its own network,
-normaliser and memory. For a film the environment is wrapped to hand out what happens in it.
+"""Replay the policy of a run: its return over full episodes, and a video of the first of them.
 
     python enjoy.py runs/my_run --episodes 100
-    python enjoy.py runs/my_run --checkpoint last --greedy --film out.gif
+    python enjoy.py runs/my_run --checkpoint last --greedy --video out.gif
 
-Films: .gif and .mp4 of gymnax, xminigrid, Brax and what ippo.py plays (rings; MPE, coin_game,
-overcooked and SMAX of JaxMARL), .html of Brax (its viewer, to be opened in a browser that is
-online). A film shows every state of an episode, the last one included.
+Videos: .gif and .mp4 of gymnax, xminigrid, Brax and the environments of ippo.py (rings; MPE,
+coin_game, overcooked and SMAX of JaxMARL), .html of Brax (its viewer, which loads code from the
+internet). A video shows every state of an episode, the final one included.
 """
 
 import argparse
 import dataclasses
+import importlib
 import importlib.util
+import inspect
 import json
 import math
 import os
 import re
 import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import flax.serialization
 import imageio.v3
 import jax
 import jax.numpy as jnp
 import numpy as np
-import wandb
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent
-PAPER, INK, GREY, RED, BLUE = "#f7f5f0", "#2b2d42", "#b8b5ad", "#e4572e", "#3d6cb9"
+PAPER, INK, GRAY, RED, BLUE = "#f7f5f0", "#2b2d42", "#b8b5ad", "#e4572e", "#3d6cb9"
 PLANES = "#f4f1de #ffd166 #8d99ae #ef6f6c #4ecdc4 #c77dff #90be6d #f9a03f #577590 #ff99c8".split()
-SIZE = (480, 320)  # of drawn frames; ffmpeg wants multiples of 16
-FPS = {"CartPole-v1": 50, "Pendulum-v1": 20}  # as fast as in the world they model
+SIZE = (480, 320)  # of drawings; ffmpeg wants multiples of 16
+FPS = {"CartPole-v1": 50, "Pendulum-v1": 20}  # real time
 
 
 class RunError(Exception):
-    """A wrong input. The message says what is wrong and what to change."""
+    """A wrong input, and what to change."""
 
 
-# ------------------------------------------------------------------------------------------ replay
+# ----------------------------------------- replay
 def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int = 0) -> tuple:
-    """Returns (script's module, Config, params, number of seeds). Raises RunError."""
-    about = run_dir / "config.json"
+    """Returns (the script's module, its Config, params of one seed). Raises RunError."""
+    about, path = run_dir / "config.json", run_dir / "checkpoint.msgpack"
     try:
         options = json.loads(about.read_text())
-        script, seeds = options["script"], options["num_seeds"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        script, num_seeds = options["script"], options.get("num_seeds", 1)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(f"{run_dir} is no run: {about} is missing or damaged: {error!r}") from None
-    # The name comes from a file: it may select a script that lies here, and nothing else.
+    # Only import scripts of this folder, whatever the file names.
     if not re.fullmatch(r"\w+", str(script)) or not (ROOT / f"{script}.py").exists():
         raise RunError(f"{about} names the script {script!r}, which is not in {ROOT}")
-    if not 0 <= seed_index < seeds:
-        raise RunError(f"seed-index = {seed_index}: {run_dir} has {seeds} seed(s), from 0")
-    if not (path := run_dir / f"{checkpoint}.msgpack").exists():
-        there = [p.stem for p in sorted(run_dir.glob("*.msgpack"))]
-        raise RunError(f"{path} is missing: choose --checkpoint from {there}")
+    if not 0 <= seed_index < num_seeds:
+        raise RunError(f"seed-index = {seed_index}: {run_dir} has {num_seeds} seed(s), from 0")
     module = importlib.import_module(script)
-    if not hasattr(module, "make_evaluate"):
-        raise RunError(f"{about} names the script {script!r}, which trains nothing")
+    if not hasattr(getattr(module, "TrainState", None), "best"):
+        raise RunError(f"{about} names the script {script!r}, which trains no policy")
     try:
         known = module.Config.__dataclass_fields__
         config = module.Config(**{k: v for k, v in options.items() if k in known})
-        keys = jax.random.split(jax.random.key(0), jax.local_device_count())
-        init, _ = module.make_train(dataclasses.replace(config, num_seeds=1))
-        expected = jax.eval_shape(init, keys).params  # [D, S, ...]
+        config = dataclasses.replace(config, num_seeds=1)
+        init, *_ = module.make_train(config)
     except module.ConfigError as error:
         raise RunError(str(error)) from None
+    keys = jax.random.split(jax.random.key(0), jax.local_device_count())
+    expected = jax.eval_shape(init, keys).params  # [D, S, ...]
+    name = {"best": "best", "last": "params"}[checkpoint]
     try:
-        saved = flax.serialization.msgpack_restore(path.read_bytes())
-        params = jax.tree.map(lambda x: x[0, seed_index], saved["state"]["params"])
+        params = flax.serialization.msgpack_restore(path.read_bytes())[name]
         params = flax.serialization.from_state_dict(expected, params)
+        params = jax.tree.map(lambda x: x[0, seed_index], params)
+    except FileNotFoundError:
+        raise RunError(f"{path} is missing: the run has not been evaluated yet") from None
     except Exception as error:
-        raise RunError(f"{path} is cut short or no checkpoint of {script}: {error!r}") from None
+        raise RunError(f"{path} is damaged or no checkpoint of {script}: {error!r}") from None
     if any(jax.tree.leaves(jax.tree.map(lambda x, y: x.shape != y.shape[2:], params, expected))):
         raise RunError(f"{path} has parameters of other shapes than those of {about}")
-    return module, config, params, seeds
+    return module, config, params
 
 
-def replay(module: ModuleType, config, params, key, film_episodes: int = 0) -> tuple:
-    """Returns the returns [eval_episodes] and the tape, one entry per step of the environments.
+def get_episode(module: ModuleType, config) -> Callable:
+    """The script's own episode_return(params, key), out of the evaluation inside make_train."""
+    *_, train_seed = module.make_train(config)
+    evaluate = inspect.getclosurevars(train_seed).nonlocals["evaluate"]
+    parts = inspect.getclosurevars(evaluate).nonlocals
+    if "episode_returns" in parts:  # ippo.py: one return per agent
+        return lambda params, key: parts["episode_returns"](params, key).sum()
+    return parts["episode_return"]
 
-    An entry holds (key, state before the step, action, reward, done), [film_episodes, ...]. Of many
-    agents it holds all actions, the sum of the rewards, and whether all are done.
-    """
-    tape, make_env = [], module.make_env
+
+class Step(NamedTuple):
+    """A step of the environment, before it resets."""
+
+    key: jax.Array
+    env_state: Any  # before the step
+    action: jax.Array  # of many agents [K, ...]
+    reward: jax.Array  # of many agents [K]
+
+
+def record(module: ModuleType, config, params, key) -> list[Step]:
+    """Play one episode."""
+    steps, make_env = [], module.make_env
 
     def make_recorded_env(config):
-        reset, step, about = make_env(config)
+        reset, env_step, *rest = make_env(config)
 
-        def recorded_step(keys, env_state, action):
-            outcome = step(keys, env_state, action)
-            _, _, reward, terminated, truncated, final_obs = outcome
-            done = terminated | truncated
-            if hasattr(final_obs, "active"):  # [G, R] of ippo.py, agent by agent
-                by_env = lambda x: x.reshape(-1, len(keys), *x.shape[2:]).swapaxes(0, 1)
-                action, reward = by_env(action), by_env(reward).sum(1)  # [N, K, ...], [N]
-                done = ~by_env(final_obs.active).any(1)
-            entry = (keys, env_state, action, reward, done)
-            entry = jax.tree.map(lambda x: x[:film_episodes], entry)
-            jax.experimental.io_callback(lambda x: tape.append(x), None, entry, ordered=True)
+        def recorded_step(key, env_state, action):
+            outcome = env_step(key, env_state, action)
+            step = Step(key, env_state, action, reward=outcome[2])
+            jax.experimental.io_callback(steps.append, None, step, ordered=True)
             return outcome
 
-        return reset, recorded_step, about
+        return reset, recorded_step, *rest
 
     try:
-        module.make_env = make_recorded_env if film_episodes else make_env
-        evaluate = jax.jit(module.make_evaluate(config))
+        module.make_env = make_recorded_env
+        episode_return = get_episode(module, config)
     finally:
         module.make_env = make_env
-    returns = np.asarray(evaluate(params, key))
+    jax.block_until_ready(jax.jit(episode_return)(params, key))
     jax.effects_barrier()
-    return returns, jax.tree.map(np.asarray, tape)
+    return jax.tree.map(np.asarray, steps)
 
 
-def episodes_of(tape: list, advance) -> list:
-    """For each filmed episode a list of (state, return up to it), the final state included."""
-    done = np.array([entry[4] for entry in tape])  # [steps, film_episodes]
-    episodes, advance = [], jax.jit(advance)
-    for i, length in enumerate(done.argmax(axis=0) + 1):
-        steps = [jax.tree.map(lambda x, i=i: x[i], entry) for entry in tape[:length]]
-        final = jax.tree.map(np.asarray, advance(*steps[-1][:3]))
-        states = [state for _, state, *_ in steps] + [final]
-        rewards = [0.0] + [float(reward) for *_, reward, _ in steps]
-        episodes.append(list(zip(states, np.cumsum(rewards), strict=True)))
-    return episodes
+# ----------------------------------------- video
+class Viewer(NamedTuple):
+    draw: Callable  # env_state -> [H, W, 3] uint8
+    # key, env_state, action -> the next env_state. It does not reset, unlike the scripts' step,
+    # and so gives the final state of an episode.
+    advance: Callable
+    fps: int
 
 
-# -------------------------------------------------------------------------------------------- film
-# A viewer is (draw(state) -> [H, W, 3] uint8, advance(key, state, action) -> state, fps). `advance`
-# gives the final state of an episode, in whose place the scripts have the first of the next.
-def make_viewer(env_id: str) -> tuple:
-    """Raises RunError where there is nothing to look at."""
-    if env_id.startswith("brax/"):
-        return brax_viewer(env_id.removeprefix("brax/"))
+def make_viewer(config) -> Viewer:
+    """Raises RunError if the environment has no picture."""
+    if config.env_id.startswith("brax/"):
+        return brax_viewer(config)
     import gymnax
     import xminigrid
 
-    if env_id in xminigrid.registered_environments():
-        return xminigrid_viewer(env_id)
-    if env_id not in gymnax.registered_envs:
-        return many_agents_viewer(env_id)
-    env, params = gymnax.make(env_id)
-    if env_id in DRAWINGS:
-        draw = lambda state: drawn(DRAWINGS[env_id], state)
-    elif len(env.observation_space(params).shape) == 3 or env_id == "Catch-bsuite":
+    if config.env_id in xminigrid.registered_environments():
+        return xminigrid_viewer(config)
+    if config.env_id in gymnax.registered_envs:
+        return gymnax_viewer(config)
+    return many_agents_viewer(config)
+
+
+def gymnax_viewer(config) -> Viewer:
+    import gymnax
+
+    env, params = gymnax.make(config.env_id)
+    params = params.replace(**json.loads(config.env_params or "{}"))
+    space = env.action_space(params)
+    has_planes = len(env.observation_space(params).shape) == 3 or config.env_id == "Catch-bsuite"
+    if has_planes:
         draw = lambda state: planes(np.asarray(env.observe(state.time, state, None, params)))
     else:
-        raise RunError(f"no film of {env_id}: it has no picture, leave out --film")
-    space = env.action_space(params)
+        draw = find_drawing(env, config.env_id)
 
-    def advance(key, state, action):  # as env.step does, before it resets
-        action = action if hasattr(space, "n") else jnp.clip(action, space.low, space.high)
+    def advance(key, state, action):
+        if not hasattr(space, "n"):
+            action = space.low + (space.high - space.low) * (action + 1) / 2
         return env.step_env(jax.random.split(key)[0], state, action, params)[1]
 
-    return draw, advance, FPS.get(env_id, 30 if env_id in DRAWINGS else 10)
+    return Viewer(draw, advance, FPS.get(config.env_id, 10 if has_planes else 30))
 
 
-def xminigrid_viewer(env_id: str) -> tuple:
+def xminigrid_viewer(config) -> Viewer:
     import xminigrid
     from xminigrid.rendering.rgb_render import render
 
-    env, params = xminigrid.make(env_id)
+    env, params = xminigrid.make(config.env_id)
+    params = params.replace(**json.loads(config.env_params or "{}"))
 
     def draw(timestep):
         grid = timestep.state.grid
         tile = 16 * max(1, 448 // max(grid.shape) // 16)
         return render(grid, timestep.state.agent, params.view_size, tile)
 
-    return draw, lambda key, timestep, action: env.step(params, timestep, action), 6
+    advance = lambda key, timestep, action: env.step(params, timestep, action)
+    return Viewer(draw, advance, fps=6)
 
 
-def brax_viewer(name: str) -> tuple:
+def brax_viewer(config) -> Viewer:
     if sys.platform == "linux" and "DISPLAY" not in os.environ:
-        os.environ.setdefault("MUJOCO_GL", "egl")  # a GPU draws without a screen
+        os.environ.setdefault("MUJOCO_GL", "egl")  # renders on a GPU without a screen
     import brax.envs
+    from brax.io import image
 
-    env = brax.envs.get_environment(name)
+    env = brax.envs.get_environment(config.env_id.removeprefix("brax/"))
 
     def draw(state):
         try:
-            from brax.io import image
-
             return image.render_array(env.sys, state[0].pipeline_state, *SIZE[::-1])
         except Exception as error:
-            raise RunError(f"MuJoCo cannot draw here, use --film out.html: {error!r}") from None
+            raise RunError(f"MuJoCo cannot draw here, use --video out.html: {error!r}") from None
 
-    def advance(key, state, action):
-        return env.step(state[0], jnp.clip(action, -1.0, 1.0)), state[1] + 1
-
-    return draw, advance, round(1 / env.dt)
+    advance = lambda key, state, action: (env.step(state[0], action), state[1] + 1)
+    return Viewer(draw, advance, fps=round(1 / env.dt))
 
 
-def many_agents_viewer(env_id: str) -> tuple:
+def many_agents_viewer(config) -> Viewer:
     import ippo
 
     try:
-        env = ippo.load_env(env_id)
+        env = ippo.load_env(config)
     except ippo.ConfigError as error:
         raise RunError(str(error)) from None
-    drawings = {"rings": draw_rings, "MPE": draw_mpe, "coin": draw_coins, "SMAX": draw_smax}
-    if env_id.startswith("overcooked") and "v2" not in env_id:
-        draw = lambda env_state: overcooked(env, env_state[0])
+    if config.env_id.startswith("overcooked") and "v2" not in config.env_id:
+        draw = partial(overcooked, env)
     else:
-        drawing = next((drawings[name] for name in drawings if name in env_id), None)
-        if drawing is None:
-            raise RunError(f"no film of {env_id}: it has no picture, leave out --film")
-        draw = lambda env_state: drawn(lambda pen, state: drawing(pen, state, env), env_state[0])
+        draw = find_drawing(env, config.env_id)
 
     def to_env(space, action):
         if hasattr(space, "n"):
@@ -218,12 +222,14 @@ def many_agents_viewer(env_id: str) -> tuple:
         unit = (jnp.clip(action[: space.shape[0]], -1.0, 1.0) + 1) / 2
         return space.low + (space.high - space.low) * unit
 
-    def advance(key, env_state, action):  # as the script's step does, before it resets
+    def advance(key, env_state, action):
         actions = {n: to_env(env.action_space(n), action[k]) for k, n in enumerate(env.agents)}
         _, state, *_ = env.step_env(jax.random.split(key)[0], env_state[0], actions)
         return state, env_state[1]
 
-    return draw, advance, 5 if env_id in ("rings", "coin_game") else 10
+    return Viewer(
+        lambda x: draw(x[0]), advance, fps=5 if config.env_id in ("rings", "coin_game") else 10
+    )
 
 
 def overcooked(env: Any, state: Any) -> np.ndarray:
@@ -231,12 +237,12 @@ def overcooked(env: Any, state: Any) -> np.ndarray:
 
     edge = env.agent_view_size - 1
     grid = np.asarray(state.maze_map)[edge:-edge, edge:-edge]
-    about = {"agent_dir_idx": state.agent_dir_idx, "agent_inv": state.agent_inv}
-    return OvercookedVisualizer._render_grid(grid, tile_size=64, **about)
+    agents = {"agent_dir_idx": state.agent_dir_idx, "agent_inv": state.agent_inv}
+    return OvercookedVisualizer._render_grid(grid, tile_size=64, **agents)
 
 
 def planes(obs: np.ndarray) -> np.ndarray:
-    """A colour for each plane of [H, W, C] or [H, W]; the first of those that are set is seen."""
+    """A color for each plane of [H, W, C] or [H, W]; the first plane that is set is seen."""
     obs = obs.reshape(*obs.shape[:2], -1) > 0
     top = np.where(obs.any(axis=-1), obs.argmax(axis=-1), -1)  # [H, W]
     colors = [ImageDraw.ImageColor.getrgb(color) for color in (*PLANES, INK)]
@@ -247,11 +253,19 @@ def planes(obs: np.ndarray) -> np.ndarray:
     return image
 
 
-def drawn(drawing, state) -> np.ndarray:
-    """Drawn at twice the size and scaled down, which smooths the edges."""
-    image = Image.new("RGB", (2 * SIZE[0], 2 * SIZE[1]), PAPER)
-    drawing(ImageDraw.Draw(image), state)
-    return np.asarray(image.resize(SIZE, Image.Resampling.LANCZOS))
+def find_drawing(env, env_id: str) -> Callable:
+    """state -> [H, W, 3] uint8. Raises RunError if nobody drew the environment."""
+    drawing = next((DRAWINGS[name] for name in DRAWINGS if name in env_id), None)
+    if drawing is None:
+        raise RunError(f"no video of {env_id}: it has no picture, leave out --video")
+
+    def draw(state):
+        # Twice the size, scaled down: smooth edges.
+        image = Image.new("RGB", (2 * SIZE[0], 2 * SIZE[1]), PAPER)
+        drawing(ImageDraw.Draw(image), state, env)
+        return np.asarray(image.resize(SIZE, Image.Resampling.LANCZOS))
+
+    return draw
 
 
 def disc(pen: ImageDraw.ImageDraw, center: tuple, radius: float, color: str) -> None:
@@ -264,9 +278,9 @@ def rod(pen: ImageDraw.ImageDraw, start: tuple, end: tuple, width: int, color: s
     disc(pen, end, width / 2, color)
 
 
-def draw_cartpole(pen, state):
+def draw_cartpole(pen, state, env):
     x, y, angle = 480 + 180 * float(state.x), 440, float(state.theta)
-    pen.line([(0, y + 44), (960, y + 44)], fill=GREY, width=6)
+    pen.line([(0, y + 44), (960, y + 44)], fill=GRAY, width=6)
     for wheel in (x - 44, x + 44):
         disc(pen, (wheel, y + 30), 16, INK)
     pen.rounded_rectangle((x - 80, y - 26, x + 80, y + 26), 12, fill=BLUE)
@@ -274,33 +288,33 @@ def draw_cartpole(pen, state):
     disc(pen, (x, y - 20), 8, PAPER)
 
 
-def draw_pendulum(pen, state):
+def draw_pendulum(pen, state, env):
     angle, torque = float(state.theta), float(np.squeeze(state.last_u))
     rod(pen, (480, 320), (480 - 230 * math.sin(angle), 320 - 230 * math.cos(angle)), 36, RED)
     disc(pen, (480, 320), 12, INK)
-    # A positive torque turns to the left: the arc grows from the top in its direction.
+    # A positive torque turns left: the arc grows from the top in its direction.
     ends = sorted((-90, -90 - 60 * torque))
     pen.arc((420, 260, 540, 380), *ends, fill=BLUE, width=10)
 
 
-def draw_acrobot(pen, state):
+def draw_acrobot(pen, state, env):
     angle, end, points = 0.0, (480, 320), [(480, 320)]
     for turn in (state.joint_angle1, state.joint_angle2):
         angle += float(turn)
         end = (end[0] + 140 * math.sin(angle), end[1] + 140 * math.cos(angle))
         points.append(end)
-    pen.line([(0, 180), (960, 180)], fill=GREY, width=6)  # to be reached
+    pen.line([(0, 180), (960, 180)], fill=GRAY, width=6)  # the goal
     rod(pen, points[0], points[1], 26, BLUE)
     rod(pen, points[1], points[2], 26, RED)
     for joint in points[:2]:
         disc(pen, joint, 9, PAPER)
 
 
-def draw_mountain_car(pen, state, goal=0.5):
+def draw_mountain_car(pen, state, env):
     place = lambda x: (480 + 520 * (x + 0.3), 560 - 420 * (0.45 * math.sin(3 * x) + 0.55))
     hill = [place(x) for x in np.linspace(-1.25, 0.65, 200)]
     pen.polygon([(0, 640), (0, hill[0][1]), *hill, (960, hill[-1][1]), (960, 640)], fill="#dcd8cc")
-    x, y = place(goal)
+    x, y = place(env.default_params.goal_position)
     pen.line([(x, y), (x, y - 90)], fill=INK, width=6)
     pen.polygon([(x, y - 90), (x + 50, y - 72), (x, y - 54)], fill=BLUE)
     x, y = place(float(state.position))
@@ -308,25 +322,25 @@ def draw_mountain_car(pen, state, goal=0.5):
 
 
 def draw_rings(pen, state, env):
-    """The goal is on top; the agent walks the shorter or the longer way round to it."""
-    for k, ahead in enumerate(np.asarray(state.ahead)):
+    """The goal is on top; the agent can walk either way around."""
+    for k, distance in enumerate(np.asarray(state["distance"])):
         size, middle = 3 + k, (180 + 300 * k, 320)
         around = lambda cell, radius, size=size, middle=middle: (
             middle[0] + radius * math.sin(2 * math.pi * cell / size),
             middle[1] - radius * math.cos(2 * math.pi * cell / size),
         )
-        pen.circle(middle, 100, outline=GREY, width=8)
+        pen.circle(middle, 100, outline=GRAY, width=8)
         for cell in range(size):
             disc(pen, around(cell, 100), 34, PAPER if cell else RED)
-            pen.circle(around(cell, 100), 34, outline=GREY if cell else RED, width=8)
-        disc(pen, around(-ahead, 100), 22, BLUE)
+            pen.circle(around(cell, 100), 34, outline=GRAY if cell else RED, width=8)
+        disc(pen, around(-distance, 100), 22, BLUE)
 
 
 def draw_mpe(pen, state, env):
-    """Agents blue, adversaries red, obstacles and landmarks in JaxMARL's own colours."""
+    """Agents blue, adversaries red, obstacles and landmarks in JaxMARL's own colors."""
     place = lambda x, y: (480 + 220 * x, 320 - 220 * y)
     pen.rectangle((*place(-1, 1), *place(1, -1)), outline="#e4e0d6", width=4)
-    for i in np.argsort(-np.asarray(env.rad), kind="stable"):  # the small ones on top
+    for i in np.argsort(-np.asarray(env.rad), kind="stable"):  # small ones on top
         color = "#{:02x}{:02x}{:02x}".format(*map(int, env.colour[i]))
         if i < env.num_agents:
             color = RED if "adversary" in env.agents[i] else BLUE
@@ -336,8 +350,8 @@ def draw_mpe(pen, state, env):
 def draw_coins(pen, state, env):
     cell = lambda pos: (250 + 180 * float(pos[1]) + 50, 50 + 180 * float(pos[0]) + 90)
     for line in range(4):
-        pen.line([(210 + 180 * line, 50), (210 + 180 * line, 590)], fill=GREY, width=4)
-        pen.line([(210, 50 + 180 * line), (750, 50 + 180 * line)], fill=GREY, width=4)
+        pen.line([(210 + 180 * line, 50), (210 + 180 * line, 590)], fill=GRAY, width=4)
+        pen.line([(210, 50 + 180 * line), (750, 50 + 180 * line)], fill=GRAY, width=4)
     for color, shift, player, coin in (
         (RED, -30, state.red_pos, state.red_coin_pos),
         (BLUE, 30, state.blue_pos, state.blue_coin_pos),
@@ -350,8 +364,8 @@ def draw_coins(pen, state, env):
 
 
 def draw_smax(pen, state, env):
-    """Allies blue, enemies red, each with its health as a bar; the dead are grey."""
-    state = getattr(state, "state", state)  # of the environment that plays the enemies itself
+    """Allies blue, enemies red, with their health as a bar; the dead are gray."""
+    state = getattr(state, "state", state)  # HeuristicEnemySMAX wraps it
     place = lambda x, y: (160 + 20 * x, 640 - 20 * y)
     pen.rectangle((*place(0, 32), *place(32, 0)), fill="#fffdf8")
     most = env.unit_type_health[state.unit_types]
@@ -360,122 +374,146 @@ def draw_smax(pen, state, env):
         alive, color = bool(state.unit_alive[i]), RED if i >= env.num_allies else BLUE
         disc(pen, (x, y), 14, color if alive else "#e4e0d6")
         if alive:
-            pen.line([(x - 20, y - 24), (x + 20, y - 24)], fill=GREY, width=6)
+            pen.line([(x - 20, y - 24), (x + 20, y - 24)], fill=GRAY, width=6)
             length = 40 * float(state.unit_health[i] / most[i])
             pen.line([(x - 20, y - 24), (x - 20 + length, y - 24)], fill=color, width=6)
 
 
-DRAWINGS = {
+DRAWINGS = {  # by what the env_id contains
     "CartPole-v1": draw_cartpole,
     "Pendulum-v1": draw_pendulum,
     "Acrobot-v1": draw_acrobot,
-    "MountainCar-v0": draw_mountain_car,
-    "MountainCarContinuous-v0": lambda pen, state: draw_mountain_car(pen, state, goal=0.45),
+    "MountainCar": draw_mountain_car,
+    "rings": draw_rings,
+    "MPE": draw_mpe,
+    "coin_game": draw_coins,
+    "SMAX": draw_smax,
 }
 
 
-def captioned(image: np.ndarray, caption: str) -> Image.Image:
-    height, width, _ = image.shape
-    frame = Image.new("RGB", (max(width, 320), height + 32), PAPER)
-    frame.paste(Image.fromarray(np.ascontiguousarray(image)), ((frame.width - width) // 2, 0))
+def states_of(steps: list[Step], viewer: Viewer) -> list:
+    """All states of an episode, the final one included."""
+    last = steps[-1]
+    final = jax.jit(viewer.advance)(last.key, last.env_state, last.action)
+    return [*(step.env_state for step in steps), final]
+
+
+def frames_of(steps: list[Step], viewer: Viewer, number: int, every: int) -> list[Image.Image]:
+    """Captioned pictures of every `every`th state of an episode, and of the final one."""
+    states = states_of(steps, viewer)
+    returns = np.cumsum([0.0] + [step.reward.sum() for step in steps])
     font = ImageFont.load_default(16)
-    ImageDraw.Draw(frame).text((12, frame.height - 25), caption, fill=INK, font=font)
-    return frame
+    frames = []
+    for i in sorted({*range(0, len(steps), every), len(steps)}):
+        picture = Image.fromarray(np.ascontiguousarray(viewer.draw(states[i])))
+        frame = Image.new("RGB", (max(picture.width, 320), picture.height + 32), PAPER)
+        frame.paste(picture, ((frame.width - picture.width) // 2, 0))
+        caption = f"episode {number}   step {i}   return {returns[i]:.4g}"
+        ImageDraw.Draw(frame).text((12, frame.height - 25), caption, fill=INK, font=font)
+        frames.append(frame)
+    return frames
 
 
-def check_film(film: Path, env_id: str) -> None:
-    """Raises RunError for what would fail after the episodes are played."""
-    if film.suffix not in (".gif", ".mp4", ".html"):
-        raise RunError(f"{film}: a film ends in .gif, .mp4 or .html")
-    if film.suffix == ".html" and not env_id.startswith("brax/"):
-        raise RunError(f"{film}: only Brax has a viewer for the browser, choose .gif or .mp4")
-    if film.suffix == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
-        raise RunError(f"{film} needs ffmpeg: pip install imageio-ffmpeg, or choose .gif")
-    if not film.absolute().parent.is_dir():
-        raise RunError(f"{film}: {film.absolute().parent} is no folder")
-
-
-def write_film(film: Path, env_id: str, tape: list, every: int = 1) -> int:
-    """Writes every `every`th state. Returns the number of frames. Raises RunError, OSError."""
-    draw, advance, fps = make_viewer(env_id)
-    episodes = episodes_of(tape, advance)
-    if film.suffix == ".html":
-        import brax.envs
-        from brax.io import html
-
-        env = brax.envs.get_environment(env_id.removeprefix("brax/"))
-        states = [state[0].pipeline_state for episode in episodes for state, _ in episode]
-        film.write_text(html.render(env.sys.tree_replace({"opt.timestep": env.dt}), states))
-        return len(states)
-    frames = [
-        captioned(draw(state), f"episode {number}   step {step}   return {value:.4g}")
-        for number, episode in enumerate(episodes, 1)
-        for step, (state, value) in enumerate(episode)
-        if step % every == 0 or step == len(episode) - 1
-    ]
-    if film.suffix == ".mp4":
+def write_frames(path: Path, frames: list[Image.Image], fps: float) -> None:
+    if path.suffix == ".mp4":
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # by which ffmpeg starts
-            imageio.v3.imwrite(film, np.stack(frames), fps=fps / every, plugin="FFMPEG")
-        return len(frames)
-    # One palette and no dithering: what stands still is the same in all frames and costs nothing.
+            warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # by imageio, for ffmpeg
+            imageio.v3.imwrite(path, np.stack(frames), fps=fps, plugin="FFMPEG")
+        return
+    # One palette without dithering: pixels that do not change cost nothing.
     sample = np.vstack(frames[:: max(1, len(frames) // 8)])
     palette = Image.fromarray(sample).quantize(64)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
-    options = {"duration": 1000 * every / fps, "loop": 0, "append_images": frames[1:]}
-    frames[0].save(film, save_all=True, **options)
+    first, *others = frames
+    first.save(path, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+
+
+def write_html(path: Path, config, states: list) -> None:
+    """Brax's viewer."""
+    import brax.envs
+    from brax.io import html
+
+    env = brax.envs.get_environment(config.env_id.removeprefix("brax/"))
+    states = [state[0].pipeline_state for state in states]
+    path.write_text(html.render(env.sys.tree_replace({"opt.timestep": env.dt}), states))
+
+
+def check_video(path: Path, env_id: str) -> None:
+    """Raises RunError for errors that would otherwise come after the episodes."""
+    if path.suffix not in (".gif", ".mp4", ".html"):
+        raise RunError(f"{path}: a video ends in .gif, .mp4 or .html")
+    if path.suffix == ".html" and not env_id.startswith("brax/"):
+        raise RunError(f"{path}: only Brax has a viewer for the browser, choose .gif or .mp4")
+    if path.suffix == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
+        raise RunError(f"{path} needs ffmpeg: pip install imageio-ffmpeg, or choose .gif")
+    if not path.absolute().parent.is_dir():
+        raise RunError(f"{path}: {path.absolute().parent} is no folder")
+
+
+def write_video(path: Path, config, episodes: list[list[Step]], every: int = 1) -> int:
+    """Returns the number of frames. Raises RunError, OSError."""
+    viewer = make_viewer(config)
+    if path.suffix == ".html":
+        states = [state for steps in episodes for state in states_of(steps, viewer)]
+        write_html(path, config, states)
+        return len(states)
+    frames = []
+    for number, steps in enumerate(episodes, 1):
+        frames += frames_of(steps, viewer, number, every)
+    write_frames(path, frames, viewer.fps / every)
     return len(frames)
 
 
-def upload(film: Path, run_dir: Path, config: Any) -> None:
-    """Add the film to the artifacts of the run at Weights & Biases."""
-    place = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-    wandb.init(**place, id=run_dir.name, resume="allow")
-    wandb.log_artifact(str(film), name=film.stem, type="film")
-    wandb.finish()
+def upload(path: Path, run_dir: Path) -> None:
+    """Add the video to the artifacts of the run at Weights & Biases."""
+    import wandb
+
+    run = wandb.init(id=run_dir.name, dir=run_dir, resume="allow")
+    run.log_artifact(str(path), name=path.stem, type="video")
+    run.finish()
 
 
-# -------------------------------------------------------------------------------------------- main
+# ------------------------------------------- main
 def main(words: list[str] | None = None) -> np.ndarray:
-    """Returns the returns [episodes]. Raises RunError for a wrong input."""
+    """Returns the returns [episodes]. Raises RunError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("run_dir", type=Path, help="folder of a run")
+    add("run_dir", type=Path, help="run folder")
     add(
         "--checkpoint", choices=["best", "last"], default="best", help="best by evaluation, or last"
     )
     add("--episodes", type=int, default=10, help="full episodes to play")
-    add("--greedy", action=argparse.BooleanOptionalAction, help="default: as the run evaluated")
-    add("--seed-index", type=int, default=0, help="which of the run's agents, from 0")
-    add("--seed", type=int, default=0, help="of the episodes")
-    add("--film", type=Path, help="file to write: .gif, .mp4, or .html for Brax")
-    add("--film-episodes", type=int, default=1, help="how many of the episodes the film shows")
-    add("--every", type=int, default=1, help="film every so many steps only, for a smaller file")
+    add("--greedy", action=argparse.BooleanOptionalAction, help="default: as in the run")
+    add("--seed-index", type=int, default=0, help="which of the run's seeds, from 0")
+    add("--seed", type=int, default=0, help="random seed of the episodes")
+    add("--video", type=Path, help="file to write: .gif, .mp4, or .html for Brax")
+    add("--video-episodes", type=int, default=1, help="episodes in the video")
+    add("--every", type=int, default=1, help="show every nth state, for a smaller file")
     options = parser.parse_args(words)
-    if min(options.episodes, options.film_episodes, options.every) < 1:
-        raise RunError("--episodes, --film-episodes and --every must be at least 1")
-    module, config, params, seeds = load_run(
-        options.run_dir, options.checkpoint, options.seed_index
-    )
-    greedy = config.eval_greedy if options.greedy is None else options.greedy
-    config = dataclasses.replace(config, eval_episodes=options.episodes, eval_greedy=greedy)
-    if options.film:
-        check_film(options.film, config.env_id)
-        make_viewer(config.env_id)
-    filmed = min(options.film_episodes, options.episodes) if options.film else 0
-    returns, tape = replay(module, config, params, jax.random.key(options.seed), filmed)
+    if min(options.episodes, options.video_episodes, options.every) < 1:
+        raise RunError("--episodes, --video-episodes and --every must be at least 1")
+    module, config, params = load_run(options.run_dir, options.checkpoint, options.seed_index)
+    if options.greedy is not None:
+        config = dataclasses.replace(config, eval_greedy=options.greedy)
+    if options.video:
+        check_video(options.video, config.env_id)
+        make_viewer(config)
+    key = jax.random.key_data(jax.random.key(options.seed))  # raw, as in the scripts
+    keys = jax.random.split(key, options.episodes)
+    returns = np.asarray(jax.jit(jax.vmap(get_episode(module, config), (None, 0)))(params, keys))
     print(
         f"{module.SCRIPT} on {config.env_id}, {options.checkpoint} policy of seed"
-        f" {options.seed_index} ({seeds} in the run), {'greedy' if greedy else 'sampled'} actions:"
+        f" {options.seed_index}, {'greedy' if config.eval_greedy else 'sampled'} actions:"
         f" return {returns.mean():.4g} ± {returns.std():.3g} over {len(returns)} episode(s)"
     )
-    if options.film:
-        frames = write_film(options.film, config.env_id, tape, options.every)
-        print(f"{frames} frames written to {options.film}")
+    if options.video:
+        episodes = [record(module, config, params, k) for k in keys[: options.video_episodes]]
+        frames = write_video(options.video, config, episodes, options.every)
+        print(f"{frames} frames written to {options.video}")
         if config.track:
-            upload(options.film, options.run_dir, config)
+            upload(options.video, options.run_dir)
     return returns
 
 

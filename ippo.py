@@ -1,318 +1,243 @@
-"""Independent PPO for many agents, on JaxMARL environments and a small one of its own.
+"""Independent PPO for many agents, on JaxMARL environments.
 
-Every agent learns from its own observation, action and reward, as if alone (de Witt et al. 2020,
-arXiv 2011.09533), with proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) and
-generalized advantage estimation (Schulman et al. 2015, arXiv 1506.02438). One network serves all
-agents and reads who is asking, or each agent has a network of its own: the same code, with G
-networks side by side. Deliberate differences from the papers and from most implementations:
-- a time limit is not a death. JaxMARL reports both as `done`: an episode that would go on if its
-  clock stood at zero was cut by the time limit, and bootstraps from its true final observation;
-- an agent whose part of the episode is over while others play is left out of the loss;
-- actor and critic have their own optimizer, clipping and epochs; `--target-kl` stops the actor's.
-  They run side by side, and the one that is ready first waits;
-- observations are flattened and padded with zeros to the largest, but for images of one size;
-  actions are padded, too: what an agent does not have, or may not do now, is masked out of samples,
-  densities, entropy and gradients.
+Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
+2011.09533). Agents are one more batch axis: one network reads observation and index of the agent,
+or each agent has its own network, by a `vmap` around the update.
 
-Shapes: T steps, N environments per device, K agents, G networks (1 or K), R rows of each network
-(N * K / G, agent by agent), F features, B minibatch, A actions, D devices, S seeds.
+Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
+estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
+one XLA program. Deliberate deviations from the papers and most implementations:
+- a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
+  value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
+- advantages are normalized per minibatch, across all devices;
+- actor and critic have separate optimizers and epochs; `--target-kl` stops the actor alone;
+- between its own end and that of the episode, an agent has no gradient.
+`eval/return` is that of the team, the sum over agents; `eval/initial_return` in the first row is
+that of the initial parameters. Observations are flattened, smaller spaces padded.
+
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
 
     python ippo.py
-    python ippo.py --env-id MPE_simple_tag_v3 --no-share-parameters
 
--51.9 ± 0.1 on MPE_simple_spread_v3 over 3 seeds, 1M steps each; 72k steps/s on two CPU cores.
+-51.9 ± 0.1 on MPE_simple_spread_v3 over 3 seeds; 72k steps/s on two CPU cores.
 """
 
 # /// script
-# requires-python = ">=3.11"
-# dependencies = [
-#     "jax>=0.10.2,<0.12", "flax>=0.12.8,<0.13", "optax>=0.2.8,<0.3", "distrax>=0.1.9,<0.2",
-#     "gymnax>=1.0.1,<1.1", "tyro>=1.0,<2", "wandb>=0.31,<1", "matplotlib>=3.10,<4",
-#     "numpy>=2.0,<3", "tqdm>=4.67.1,<5",
-# ]
+# dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro", "wandb"]
 # ///
 
 import contextlib
 import dataclasses
 import difflib
-import functools
-import importlib.util
 import json
-import math
 import os
-import re
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-# XLA on CPU can wait for itself for ever when loops run side by side, as those of many seeds do.
-os.environ["XLA_FLAGS"] = " ".join(
-    ["--xla_cpu_enable_concurrency_optimized_scheduler=false", os.environ.get("XLA_FLAGS", "")]
-)
+# Works around an XLA:CPU deadlock with vmapped loops.
+os.environ.setdefault("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
 import distrax
 import flax
 import flax.linen as nn
+import gymnax
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import optax
 import tqdm
 import tyro
-from gymnax.environments import spaces
-from jax.experimental.multihost_utils import process_allgather
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.extend.backend import clear_backends
 
 SCRIPT = "ippo"
-LOSSES = "loss/total loss/policy loss/value policy/entropy policy/approx_kl policy/clip_fraction"
-COLUMNS = "update seed env_steps episode/return episode/length episode/count eval/return"
-COLUMNS += f" {LOSSES} value/explained_variance optim/grad_norm optim/lr time/sps"
-COLUMNS += " actor/epochs critic/epochs"
+DEFAULT_ENV = "MPE_simple_spread_v3" if find_spec("jaxmarl") else "rings"
 
 
-# ------------------------------------------------------------------------------------------ config
+# ----------------------------------------- config
 class ConfigError(Exception):
-    """A wrong input. The message says what is wrong, what is allowed and what to change."""
+    """Invalid input, and how to fix it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Independent PPO for many agents, on JaxMARL environments and a small one of its own."""
+    """Independent PPO for many agents."""
 
-    env_id: str = "auto"  # rings or one of JaxMARL; auto: MPE_simple_spread_v3 if that is installed
-    total_timesteps: int = 1_000_000  # steps of each seed over all devices, rounded down
-    num_envs: int = 16  # parallel environments of each seed over all devices
-    num_steps: int = 128  # steps of every environment between two updates
-    share_parameters: bool = True  # one network that is told the agent, or one for each agent
+    # Environment
+    env_id: str = DEFAULT_ENV  # JaxMARL environment, or rings, which is built in
+    env_params: str = ""  # JSON object of environment parameters
+    total_timesteps: float = 1e6  # environment steps per seed (at most)
+    num_envs: int = 16  # parallel environments per seed, over all devices
+    num_steps: int = 128  # rollout length
+    # Algorithm
+    share_parameters: bool = True  # one network for all agents, or one for each
     actor_epochs: int = 2  # passes of the actor over each rollout
     critic_epochs: int = 2  # passes of the critic over each rollout
-    num_minibatches: int = 4  # gradient steps in each pass
-    network: Literal["auto", "mlp", "cnn"] = "auto"  # auto: cnn for [H, W, C] observations
+    num_minibatches: int = 4  # minibatches per epoch
     hidden_size: int = 64  # width of the dense layers
-    optimizer: Literal["adam", "adamw", "nadam", "rmsprop", "lion", "sgd"] = "adam"  # of optax
-    actor_lr: float = 3e-3  # learning rate of the actor
-    critic_lr: float = 3e-3  # learning rate of the critic
-    anneal_lr: bool = True  # let the learning rate fall linearly to zero
-    gamma: float = 0.99  # discount
-    gae_lambda: float = 0.95  # trace decay of the advantages
-    clip_eps: float = 0.2  # clip range of the probability ratio, and of the change in value
-    clip_value: bool = False  # clip the value loss as well as the policy loss
-    ent_coef: float = 0.01  # weight of the entropy bonus
-    max_grad_norm: float = 0.5  # gradients are scaled down to this global norm
-    target_kl: float | None = None  # skip the remaining epochs after one with a larger mean KL
-    best_metric: str = "team"  # the return in eval/return and best.msgpack: team, worst or an agent
-    seed: int = 0  # of everything random
-    num_seeds: int = 1  # agents trained side by side in the one program
-    num_calls: int = 100  # calls of the compiled program; files and progress wait for the next one
-    num_evals: int = 10  # evaluations at equal distances, the last one of the final policy
-    eval_episodes: int = 128  # full episodes in each evaluation
-    eval_greedy: bool = False  # evaluate the most likely action instead of a sampled one
-    run_dir: str = ""  # folder to write; empty: runs/<script>__<env_id>__seed<seed>__<time>
-    resume: str = ""  # folder of an interrupted run to finish, with the options it had
-    checkpoint_every: int = 5  # calls between two checkpoints; evaluations write one too
-    track: bool = False  # send metrics and config to Weights & Biases
-    wandb_project: str = "ppo"  # where --track sends them
-    wandb_entity: str | None = None  # user or team that owns the project
-    distributed: bool = False  # one of several processes, found through SLURM, Kubernetes or TPU
-    coordinator: str | None = None  # host:port of process 0, where no cluster is found
-    num_processes: int | None = None  # how many there are
-    process_id: int | None = None  # which one this is, from 0
+    actor_lr: float = 3e-3  # Adam learning rate of the actor
+    critic_lr: float = 3e-3  # Adam learning rate of the critic
+    anneal_lr: bool = True  # decay the learning rate linearly to zero
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # trace decay of GAE
+    clip_eps: float = 0.2  # clipping range of the probability ratio
+    clip_value: bool = False  # clip the value as well, by the same range
+    ent_coef: float = 0.01  # entropy bonus coefficient
+    max_grad_norm: float = 0.5  # maximum gradient norm
+    target_kl: float | None = None  # skip further epochs above this approximate KL
+    # Run
+    seed: int = 0  # random seed
+    num_seeds: int = 1  # agents trained in parallel
+    num_evals: int = 10  # evaluations, each followed by a checkpoint
+    eval_episodes: int = 128  # full episodes per evaluation
+    eval_greedy: bool = False  # act greedily during evaluation
+    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    init_from: str = ""  # run folder; start from its first seed's best
+    track: bool = False  # log to Weights & Biases
+    distributed: bool = False  # run on several hosts
 
     def __post_init__(self):
-        for name, value in dataclasses.asdict(self).items():
-            smallest = int(name not in ("seed", "process_id", "ruleset_id"))
-            if type(value) is int and value < smallest:
-                raise ConfigError(f"{name} = {value}: must be at least {smallest}")
-        if self.total_timesteps < self.batch_size:
-            raise ConfigError(
-                f"total_timesteps = {self.total_timesteps} is less than one update, num_envs *"
-                f" num_steps = {self.batch_size}: raise it to that or lower num_envs or num_steps"
-            )
+        for name, value in vars(self).items():
+            low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef") else 1e-12
+            high = 1 if name in ("gamma", "gae_lambda") else 1e18
+            if type(value) in (int, float) and not low <= value <= high:
+                raise ConfigError(f"{name} = {value}: must lie between {low} and {high}")
 
     @property
     def batch_size(self) -> int:
-        """Environment steps of one update, over all devices."""
+        """Environment steps per update, over all devices."""
         return self.num_envs * self.num_steps
 
     @property
-    def updates_per_call(self) -> int:
-        return max(1, self.total_timesteps // self.batch_size // self.num_calls)
+    def updates_per_eval(self) -> int:
+        return int(self.total_timesteps) // (self.batch_size * self.num_evals)
 
     @property
     def num_updates(self) -> int:
-        """Updates of the whole training, a multiple of `updates_per_call`."""
-        updates = self.total_timesteps // self.batch_size
-        return updates - updates % self.updates_per_call
+        return self.updates_per_eval * self.num_evals
 
 
-def check_divides(name: str, size: int, parts_name: str, parts: int) -> None:
-    """Raises ConfigError, with the nearest numbers that work, unless `parts` divides `size`."""
-    if size % parts:
-        divisors = [n for n in range(1, size + 1) if size % n == 0]
-        nearest = min(divisors, key=lambda n: abs(n - parts))
-        raise ConfigError(
-            f"{name} = {size} does not divide by {parts_name} = {parts}: the nearest {parts_name}"
-            f" that works is {nearest}, the nearest {name} is {max(1, round(size / parts)) * parts}"
-        )
-
-
-def resolve(config: Config) -> Config:
-    """Choose what is left to the environment and check the sizes. Raises ConfigError."""
-    if config.env_id == "auto":
-        found = importlib.util.find_spec("jaxmarl")
-        config = dataclasses.replace(config, env_id="MPE_simple_spread_v3" if found else "rings")
-    check_divides("num_envs", config.num_envs, "devices", jax.device_count())
-    _, _, agents = make_env(config)
-    rows = config.batch_size // jax.device_count() * len(agents.names) // agents.num_networks
-    check_divides("rows of a network", rows, "num_minibatches", config.num_minibatches)
-    if config.best_metric not in ("team", "worst", *agents.names):
-        names = ", ".join(agents.names)
-        raise ConfigError(f"unknown best_metric {config.best_metric}: team, worst, {names}")
-    return config
-
-
-# ------------------------------------------------------------------------------------- environment
+# ------------------------------------ environment
 class Rings:
-    """Three agents, each on a ring of its own: the built-in environment, with JaxMARL's methods.
+    """Three agents, each on its own ring: the built-in environment, with JaxMARL's methods.
 
-    Agent k walks on 3 + k cells and sees, one-hot, how many cells ahead its goal is. It can step
-    back, stay or step forward, but action a is move (a + k) mod 3 of these: what is right for one
-    agent is wrong for the others. The step onto the goal pays 1 and ends the agent's part, any
-    other costs 0.2; the time limit is 8 steps. From d steps away the best return is 1.2 - 0.2 d, on
-    average 1 + 14 / 15 + 0.9 for the three agents: 2.833 for the team.
+    Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
+    (a + k) % 3 - 1 cells: the right one of an agent is wrong for the others. Arriving pays 1 and
+    ends the agent's part, other steps cost 0.2; the time limit is 8 steps. From distance d the best
+    return is 1.2 - 0.2 d, on average 1 + 14 / 15 + 0.9 = 2.833 for the team.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
-    time_limit = 8
 
-    class State(NamedTuple):
-        ahead: jax.Array  # [K] cells from the agent to its goal
-        step: jax.Array  # []
+    def action_space(self, agent):
+        return gymnax.environments.spaces.Discrete(3)
 
-    def action_space(self, agent: str) -> spaces.Discrete:
-        return spaces.Discrete(3)
-
-    def see(self, state: State) -> dict[str, jax.Array]:
-        return {name: jax.nn.one_hot(state.ahead[k], 3 + k) for k, name in enumerate(self.agents)}
+    def observe(self, state):
+        sizes = zip(self.agents, state["distance"], (3, 4, 5), strict=True)
+        return {name: jax.nn.one_hot(distance, size) for name, distance, size in sizes}
 
     def reset(self, key):
-        state = self.State(jax.random.randint(key, (3,), 1, 3 + jnp.arange(3)), jnp.int32(0))
-        return self.see(state), state
+        distance = jax.random.randint(key, (3,), 1, 3 + jnp.arange(3))
+        state = {"distance": distance, "step": jnp.int32(0)}
+        return self.observe(state), state
 
     def step_env(self, key, state, actions):
         k = jnp.arange(3)
         move = (jnp.stack([actions[name] for name in self.agents]) + k) % 3 - 1
-        state = self.State((state.ahead - move * (state.ahead > 0)) % (3 + k), state.step + 1)
-        there, late = state.ahead == 0, state.step >= self.time_limit
-        reward = {name: jnp.where(there[k], 1.0, -0.2) for k, name in enumerate(self.agents)}
-        done = {name: there[k] | late for k, name in enumerate(self.agents)}
-        return self.see(state), state, reward, done | {"__all__": there.all() | late}, {}
+        distance = (state["distance"] - move * (state["distance"] > 0)) % (3 + k)
+        state = {"distance": distance, "step": state["step"] + 1}
+        arrived = distance == 0
+        reward = dict(zip(self.agents, jnp.where(arrived, 1.0, -0.2), strict=True))
+        done = dict(zip(self.agents, arrived, strict=True))
+        done["__all__"] = arrived.all() | (state["step"] >= 8)
+        return self.observe(state), state, reward, done, {}
+
+
+# First word of env_id -> step counter in the state that the time limit stops; None: no time limit.
+CLOCKS = {
+    **dict.fromkeys(["MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav"], ".step"),
+    **dict.fromkeys(["ant", "halfcheetah", "hopper", "humanoid", "walker2d"], ".info['steps']"),
+    "HeuristicEnemySMAX": ".state.step",
+    "hanabi": None,
+    "rings": "['step']",
+}
 
 
 class Observation(NamedTuple):
-    """What the agents see; the leading axes are [K] in an environment, [G, R] outside."""
+    """Of one agent."""
 
-    view: jax.Array  # [..., F] or [..., H, W, F], the agent one-hot behind it if it shares
-    mask: jax.Array  # [..., A] actions that exist and may be chosen, or components that exist
-    active: jax.Array  # [...] False from the agent's own end until the episode ends for all
-
-
-class Agents(NamedTuple):
-    """What the networks must know of an environment."""
-
-    names: tuple[str, ...]  # K of them
-    num_networks: int  # G
-    num_actions: int  # A, of the agent that has most
-    continuous: bool
+    features: jax.Array  # [F], for a shared network with the agent's index one-hot
+    mask: jax.Array  # [A] legal actions, or components of a continuous action
+    active: jax.Array  # [] False from the agent's own end to that of the episode
 
 
-def load_env(env_id: str) -> Any:
+def load_env(config: Config):
     """An environment with the methods of JaxMARL's MultiAgentEnv. Raises ConfigError."""
-    if env_id == "rings":
-        return Rings()
     try:
-        with contextlib.redirect_stdout(None):  # it tells which of its parts are missing
+        params = json.loads(config.env_params or "{}")
+        if config.env_id == "rings":
+            return Rings(**params)
+        with contextlib.redirect_stdout(None):  # lists missing parts
             import jaxmarl
-            from jaxmarl.environments.overcooked import overcooked_layouts
-            from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO
+            from jaxmarl.environments.overcooked import overcooked_layouts as layouts
+            from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as maps
+        known = {name: {} for name in ("rings", *jaxmarl.registered_envs)}
+        known |= {f"overcooked/{name}": {"layout": x} for name, x in layouts.items()}
+        known |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps.items()}
+        if config.env_id not in known:
+            nearest = difflib.get_close_matches(config.env_id, known, cutoff=0)
+            raise ConfigError(f"unknown env_id {config.env_id}: nearest are {', '.join(nearest)}")
+        if CLOCKS.get(config.env_id.split("_")[0]) == ".info['steps']":
+            params["auto_reset"] = False  # Brax's own reset overwrites the final observation
+        return jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
     except ImportError:
-        raise ConfigError(f"{env_id} needs JaxMARL: pip install '.[marl]', or rings") from None
-    options = {name: {} for name in ("rings", *jaxmarl.registered_envs)}
-    options |= {f"overcooked/{name}": {"layout": x} for name, x in overcooked_layouts.items()}
-    maps = MAP_NAME_TO_SCENARIO.items()
-    options |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps}
-    if env_id not in options:
-        nearest = difflib.get_close_matches(env_id, options, cutoff=0)
-        raise ConfigError(f"unknown env_id {env_id}: the nearest are {', '.join(nearest)}")
-    return jaxmarl.make(env_id.split("/")[0], **options[env_id])
+        raise ConfigError(f"{config.env_id} needs JaxMARL: pip install '.[marl]'") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{config.env_id}, env_params: {error}") from None
 
 
-def rewind(env_state: Any) -> Any:
-    """The same state with its clocks at zero: what ends an episode now is no time limit."""
+def make_env(config: Config) -> tuple:
+    """The one place to edit to bring your own environment. Raises ConfigError.
 
-    def at_zero(path, x):
-        clocks = ("step", "steps", "time", "outer_t")
-        return jnp.zeros_like(x) if path and getattr(path[-1], "name", None) in clocks else x
-
-    return jax.tree_util.tree_map_with_path(at_zero, env_state)
-
-
-def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
-    """The one place to edit to bring your own environment. Raises ConfigError for a wrong one.
-
-    Returns reset(keys [N]) -> (obs, env_state), step(keys, env_state, action) -> (obs, env_state,
-    reward, terminated, truncated, final_obs), all but env_state [G, R, ...], and what the networks
-    must know. A step that ends the episode of all agents starts the next: obs is its first,
-    final_obs the true next observation. Continuous actions are in units of the bounds: -1 is the
-    lower one, 1 the upper one, and what lies outside is clipped.
+    Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
+    terminated, truncated, next_obs), the agents' names, and whether actions are continuous, in
+    [-1, 1]. All arrays but env_state have an axis K in front. `step` resets after an episode:
+    `obs` is then the first of the next one, but `next_obs` the true final observation.
     """
-    env = load_env(config.env_id)
-    names, num_networks = tuple(env.agents), 1 if config.share_parameters else len(env.agents)
-    action_spaces = [env.action_space(name) for name in names]
-    continuous = not hasattr(action_spaces[0], "n")
-    if any(hasattr(s, "n") == continuous or len(s.shape) != continuous for s in action_spaces):
-        raise ConfigError(f"{config.env_id} mixes kinds of actions, which ippo.py does not take")
-    sizes = [int(space.shape[0] if continuous else space.n) for space in action_spaces]
-    exists = np.arange(max(sizes)) < np.array(sizes)[:, None]  # [K, A]
-    ids = np.eye(len(names), dtype=np.float32)[:, : len(names) * config.share_parameters]  # [K, 0]
-    first_obs, first_state = jax.eval_shape(env.reset, jax.random.key(0))
-    shapes = {first_obs[name].shape for name in names}
-    image = len(shapes) == 1 and len(min(shapes)) == 3 and config.network != "mlp"
-    if config.network == "cnn" and not image:
-        raise ConfigError(f"{config.env_id} has no observations [H, W, C]: use --network mlp")
-    num_features = max(map(math.prod, shapes))
-    # Hanabi has another name for it; most environments have no masks at all.
-    legal = getattr(env, "get_legal_moves", getattr(env, "get_avail_actions", None))
-    has_masks = False
-    with contextlib.suppress(NotImplementedError):
-        has_masks = bool(legal and not continuous and jax.eval_shape(legal, first_state))
-
-    def pad(x, size):
-        return jnp.pad(jnp.ravel(x), (0, size - x.size))
-
-    def see(x, agent_id):
-        x = jnp.float32(x) if image else pad(jnp.float32(x), num_features)
-        agent_id = jnp.broadcast_to(agent_id, (*x.shape[:-1], agent_id.size))
-        return jnp.concatenate([x, agent_id], axis=-1)
+    env = load_env(config)
+    obs, env_state = jax.eval_shape(env.reset, jax.random.key(0))
+    family = config.env_id.replace("/", "_").split("_")[0]
+    clock = CLOCKS.get(family, "")
+    leaves = jax.tree.leaves_with_path(env_state)
+    counters = [jax.tree_util.keystr(path) for path, x in leaves if not x.shape]
+    if clock not in (None, *counters):
+        raise ConfigError(f"add the step counter of {family} to CLOCKS: {' or '.join(counters)}")
+    names = tuple(env.agents)
+    spaces = [env.action_space(name) for name in names]
+    continuous = not hasattr(spaces[0], "n")
+    if any(hasattr(space, "n") == continuous for space in spaces):
+        raise ConfigError(f"{config.env_id} mixes discrete and continuous actions")
+    sizes = [space.shape[0] if continuous else space.n for space in spaces]
+    num_features = max(obs[name].size for name in names)
+    is_smax = "SMAX" in family
+    legal_actions = getattr(env, "get_avail_actions" if is_smax else "get_legal_moves", None)
+    stack = lambda x: jnp.stack([x[name] for name in names])  # [K, ...]
+    to_bounds = lambda space, x: space.low + (space.high - space.low) * x[: space.shape[0]]
+    pad = lambda x, size: jnp.pad(jnp.ravel(x), (0, size - x.size))
 
     def observe(obs, env_state, active):
-        view = jnp.stack([see(obs[name], ids[k]) for k, name in enumerate(names)])
-        mask = jnp.array(exists)
-        if has_masks:
-            may = legal(env_state)
-            mask &= jnp.stack([pad(may[name], max(sizes)) > 0 for name in names])
-        return Observation(view, mask, active)
-
-    def to_env(action, k):
-        if not continuous:
-            return action[k]
-        low, high = action_spaces[k].low, action_spaces[k].high
-        return low + (high - low) * (jnp.clip(action[k, : sizes[k]], -1.0, 1.0) + 1) / 2
+        features = jnp.stack([pad(obs[name], num_features) for name in names])
+        if config.share_parameters:
+            features = jnp.concatenate([features, jnp.eye(len(names))], axis=-1)
+        mask = np.arange(max(sizes)) < np.array(sizes)[:, None]  # [K, A]
+        if legal_actions:
+            legal = legal_actions(env_state)
+            mask = mask & jnp.stack([pad(legal[name], max(sizes)) > 0 for name in names])
+        return Observation(jnp.float32(features), mask, active)
 
     def reset(key):
         obs, env_state = env.reset(key)
@@ -321,186 +246,130 @@ def make_env(config: Config) -> tuple[Callable, Callable, Agents]:
 
     def step(key, env_state, action):
         step_key, reset_key = jax.random.split(key)
-        before, active = env_state
-        actions = {name: to_env(action, k) for k, name in enumerate(names)}
-        obs, after, rewards, done, _ = env.step_env(step_key, before, actions)
-        _, _, _, done_anyway, _ = env.step_env(step_key, rewind(before), actions)
-        reward = jnp.stack([jnp.float32(rewards[name]) for name in names]) * active  # [K]
-        # SMAX pays the dead for the victory of their team: its agents end together.
-        alone = "SMAX" not in config.env_id
-        ends = lambda done: jnp.stack([done[name] & alone for name in names]) | done["__all__"]
-        terminated = ends(done) & ends(done_anyway) & active
-        truncated = ends(done) & ~ends(done_anyway) & active
-        final_obs = observe(obs, after, active & ~ends(done))
-        # Neither does step_env reset, nor does JaxMARL's step keep the final observation.
-        choose = lambda new, old: jnp.where(done["__all__"], new, old)
-        goes_on = final_obs, (after, final_obs.active)
-        obs, env_state = jax.tree.map(choose, reset(reset_key), goes_on)
-        return obs, env_state, reward, terminated, truncated, final_obs
+        env_state, active = env_state
+        if continuous:
+            action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
+        actions = dict(zip(names, action, strict=True))
+        # An end that would have come with the clock at zero, too, is a termination.
+        rewind = lambda path, x: jnp.zeros_like(x) if jax.tree_util.keystr(path) == clock else x
+        rewound = jax.tree.map_with_path(rewind, env_state)
+        _, _, _, done_anyway, _ = env.step_env(step_key, rewound, actions)
+        obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
+        # SMAX pays the dead for the victory of their team.
+        ends = lambda done: active & (done["__all__"] | (stack(done) & (not is_smax)))
+        terminated = ends(done) & ends(done_anyway)
+        truncated = ends(done) & ~terminated
+        next_obs = observe(obs, env_state, active & ~terminated)
+        reward = jnp.float32(stack(reward)) * active
+        active &= ~ends(done)
+        continued = (next_obs._replace(active=active), (env_state, active))
+        obs, env_state = optax.tree.where(active.any(), continued, reset(reset_key))
+        return obs, env_state, reward, terminated, truncated, next_obs
 
-    def to_rows(x):  # [K, N, ...] -> [G, R, ...]
-        return x.reshape(num_networks, -1, *x.shape[2:])
-
-    def reset_all(keys):
-        obs, env_state = jax.vmap(reset, out_axes=(1, 0))(keys)
-        return jax.tree.map(to_rows, obs), env_state
-
-    def step_all(keys, env_state, action):
-        action = action.reshape(len(names), -1, *action.shape[2:])  # [K, N, ...]
-        out_axes = (1, 0, 1, 1, 1, 1)
-        obs, env_state, *outcome = jax.vmap(step, (0, 0, 1), out_axes)(keys, env_state, action)
-        return jax.tree.map(to_rows, obs), env_state, *jax.tree.map(to_rows, outcome)
-
-    return reset_all, step_all, Agents(names, num_networks, max(sizes), continuous)
+    return reset, step, names, continuous
 
 
-# ----------------------------------------------------------------------------------------- network
+# ---------------------------------------- network
 def dense(features: int, scale: float) -> nn.Dense:
     return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
 
 
-def patches(image: jax.Array, size: int) -> jax.Array:
-    """Neighbourhoods of [B, H, W, C] as [B, H - size + 1, W - size + 1, size * size * C].
-
-    A dense layer on them is an unpadded convolution, whose gradient XLA on CPU computes faster.
-    """
-    height, width = image.shape[1] - size + 1, image.shape[2] - size + 1
-    shifts = [(i, j) for i in range(size) for j in range(size)]
-    return jnp.concatenate([image[:, i : i + height, j : j + width] for i, j in shifts], axis=-1)
-
-
-class Gaussian(distrax.Normal):
-    """Diagonal Gaussian; the components that do not exist count for nothing."""
-
-    def __init__(self, mean: jax.Array, log_std: jax.Array, mask: jax.Array):
-        super().__init__(mean, jnp.exp(log_std))  # [..., A]
-        self.mask = mask  # [..., A]
-
-    def sample_and_log_prob(self, *, seed: jax.Array) -> tuple[jax.Array, jax.Array]:
-        action = self.sample(seed=seed)
-        return action, self.log_prob(action)
-
-    def log_prob(self, action: jax.Array) -> jax.Array:
-        return jnp.where(self.mask, super().log_prob(action), 0.0).sum(-1)
-
-    def entropy(self) -> jax.Array:
-        return jnp.where(self.mask, super().entropy(), 0.0).sum(-1)
-
-
-def make_policy(outputs: jax.Array, mask: jax.Array) -> distrax.Categorical | Gaussian:
-    """The distribution of actions, from what the actor returns and the mask [..., A]."""
-    if isinstance(outputs, tuple):
-        return Gaussian(*outputs, mask)
-    # Finite, so that 0 * log 0 is 0 in the entropy; exp of it is 0, and so is its gradient.
-    return distrax.Categorical(jnp.where(mask, outputs, -1e9))
-
-
-class Head(nn.Module):
-    """The actor or the critic, with its torso."""
-
-    num_outputs: int
-    scale: float  # of the initial weights of the last layer
-    config: Config
-    with_std: bool = False
-
-    @nn.compact
-    def __call__(self, x: jax.Array):
-        """view [B, ...] -> outputs [B, num_outputs], and with_std the log_std of each."""
-        hidden_size = self.config.hidden_size
-        if x.ndim == 4:
-            x = dense(16, 2**0.5)(patches(x, 3))  # [B, H - 2, W - 2, 16]
-            x = nn.relu(nn.LayerNorm()(x)).reshape(len(x), -1)
-            x = nn.relu(nn.LayerNorm()(dense(hidden_size, 2**0.5)(x)))
-        else:
-            x = nn.tanh(dense(hidden_size, 2**0.5)(x))
-            x = nn.tanh(dense(hidden_size, 2**0.5)(x))
-        outputs = dense(self.num_outputs, self.scale)(x)
-        if not self.with_std:
-            return outputs
-        log_std = self.param("log_std", nn.initializers.zeros, outputs.shape[-1:])
-        return outputs, jnp.broadcast_to(log_std, outputs.shape)
-
-
 class ActorCritic(nn.Module):
-    """Actor and critic with nothing shared."""
+    """Actor and critic without shared layers."""
 
-    agents: Agents
-    config: Config
+    hidden_size: int
+    continuous: bool
 
     @nn.compact
-    def __call__(self, obs: Observation) -> tuple[distrax.Categorical | Gaussian, jax.Array]:
-        """obs [B, ...] -> policy over A [B], value [B]."""
-        size, continuous = self.agents.num_actions, self.agents.continuous
-        outputs = Head(size, 0.01, self.config, continuous, name="actor")(obs.view)
-        value = Head(1, 1.0, self.config, name="critic")(obs.view).squeeze(-1)
-        return make_policy(outputs, obs.mask), value
+    def __call__(self, obs: Observation):
+        """One observation [...] -> policy, value []."""
+        num_outputs = obs.mask.size * (1 + self.continuous)
+        outputs = MLP(num_outputs, 0.01, self.hidden_size, name="actor")(obs.features)
+        value = MLP(1, 1.0, self.hidden_size, name="critic")(obs.features).squeeze(-1)
+        # Constants instead of what is masked: no gradient.
+        value = jnp.where(obs.active, value, 0.0)
+        mask = obs.mask & obs.active
+        if not self.continuous:  # finite, since 0 * log 0 = 0 in the entropy
+            masked = -1e9 * (1 + jnp.arange(mask.size))  # if all are, the first one is certain
+            return distrax.Categorical(jnp.where(mask, outputs, masked)), value
+        mean, log_std = jnp.split(outputs, 2)
+        std = jnp.where(mask, jnp.exp(log_std), (2 * np.pi * np.e) ** -0.5)  # of entropy 0
+        return distrax.Independent(distrax.Normal(jnp.where(mask, mean, 0.0), std), 1), value
 
 
-# ----------------------------------------------------------------------------------------- rollout
+class MLP(nn.Module):
+    num_outputs: int
+    scale: float  # of the initial outputs
+    hidden_size: int
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[F] -> [num_outputs]."""
+        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x.ravel()))
+        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x))
+        return dense(self.num_outputs, self.scale)(x)
+
+
+# ---------------------------------------- rollout
 class Transition(NamedTuple):
-    """One step of every environment; a rollout is T of them."""
+    """One step of one environment, [K, ...]."""
 
-    obs: Observation  # [G, R, ...]
-    action: jax.Array  # [G, R] or [G, R, A]
-    log_prob: jax.Array  # [G, R]
-    value: jax.Array  # [G, R]
-    reward: jax.Array  # [G, R]
-    terminated: jax.Array  # [G, R] the environment ended the agent's episode: nothing follows
-    truncated: jax.Array  # [G, R] the time limit ended it: the value of final_obs follows
-    final_obs: Observation  # [G, R, ...] the true next one, not the next episode's first
-
-    @property
-    def done(self) -> jax.Array:
-        return self.terminated | self.truncated
-
-
-class Episode(NamedTuple):
-    """What an agent's episodes came to; of those under way, so far."""
-
-    total: jax.Array  # the undiscounted return
-    length: jax.Array
-    terminated: jax.Array
-    truncated: jax.Array
-    final_reward: jax.Array
-
-    def add(self, reward, terminated, truncated, active) -> "Episode":
-        """One more step of the agents that are still in it."""
-        new = Episode(self.total + reward, self.length + 1, terminated, truncated, reward)
-        return jax.tree.map(lambda x, y: jnp.where(active, jnp.float32(x), y), new, self)
-
-
-class Hyper(NamedTuple):
-    """Numbers that may differ between seeds: put [D, S] arrays into the state that init returns."""
-
-    actor_lr: jax.Array
-    critic_lr: jax.Array
-    gamma: jax.Array
-    gae_lambda: jax.Array
-    clip_eps: jax.Array
-    ent_coef: jax.Array
+    obs: Observation
+    action: jax.Array
+    log_prob: jax.Array
+    value: jax.Array
+    reward: jax.Array
+    terminated: jax.Array  # in a terminal state
+    truncated: jax.Array  # by a time limit
+    next_obs: Observation  # the true one, even at the end of an episode
+    done: jax.Array  # terminated, truncated or inactive
+    episode: jax.Array  # [2] return and length so far
 
 
 class RunnerState(NamedTuple):
-    """All that one update hands to the next. Outside `train` each leaf has [D, S] in front."""
+    """Carry of the rollout of one environment."""
 
-    params: Any  # {"actor", "critic"}, with [G] in front
-    opt_state: Any  # likewise
-    hyper: Hyper  # [] each
+    key: jax.Array  # [2] raw, so that a checkpoint can hold it
     env_state: Any
-    obs: Observation  # [G, R, ...]
-    episode: Episode  # [G, R] each, of the episodes under way
-    update: jax.Array  # [] updates done
-    key: jax.Array  # [2] the data of a random key, which a checkpoint can hold
+    obs: Observation  # [K, ...]
+    done: jax.Array  # of the previous step, for all agents
+    episode: jax.Array  # [K, 2] of the previous step
 
 
-# --------------------------------------------------------------------------------------- advantage
+class TrainState(NamedTuple):
+    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
+
+    key: jax.Array  # [2]
+    params: Any  # [K, ...] for one network per agent
+    opt_state: Any
+    runner: RunnerState  # [N]
+    best: Any  # parameters that scored best_return
+    agent_returns: jax.Array  # [K] sum up to eval_return
+    update: jax.Array = np.int32(0)
+    initial_return: jax.Array = np.float32(np.nan)
+    eval_return: jax.Array = np.float32(np.nan)
+    best_return: jax.Array = np.float32(-np.inf)
+    absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
+
+
+def episode_stats(rollout: Transition, names: tuple[str, ...]) -> dict[str, jax.Array]:
+    """Means over the episodes that ended in a rollout [T, N, K]; NaN if none did."""
+    over = rollout.done.all(-1, keepdims=True)  # [T, N, 1]
+    count = jax.lax.psum(over.sum(dtype=jnp.float32), "devices")
+    mean = jax.lax.psum((rollout.episode * over[..., None]).sum((0, 1)), "devices") / count
+    stats = {f"episode/return/{name}": mean[k, 0] for k, name in enumerate(names)}
+    stats |= {"episode/return": mean[:, 0].sum(), "episode/length": mean[:, 1].max()}
+    return stats | {"episode/count": count}
+
+
+# -------------------------------------- advantage
 def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with ends and time limits.
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
 
-    All arrays are [T, ...]. `next_value` is the value of the true next observation: where an
-    episode ended, of its final one. `done` is terminated | truncated. Returns (advantage, target).
+    All arrays are [T, ...]. `next_value` is the value of the true next observation, `done` is
+    terminated | truncated. Returns (advantage, target).
     """
-    # Only a termination stops the bootstrap; both ends cut the trace.
+    # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + gamma * (1.0 - terminated) * next_value - value
     decay = gamma * gae_lambda * (1.0 - done)
 
@@ -513,532 +382,371 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     return advantage, advantage + value
 
 
-# -------------------------------------------------------------------------------------------- loss
-def ppo_loss(params, apply_fn, batch: Transition, advantage, target, weight, config: Config, hyper):
-    """Clipped surrogate (arXiv 1707.06347, eq. 7), clipped value error and entropy bonus (eq. 9).
+# ------------------------------------------- loss
+def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
+    """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
-    All arrays are [B, ...], the advantage normalised, `weight` 0 for inactive agents and 1 on
-    average. Returns (loss, metrics), scalars. Actor and critic share no parameter, so that each
-    has the gradient of its own part of the sum.
+    All arrays are [B, ...], the advantage normalized. Returns (loss, metrics), scalars.
     """
-    policy, value = apply_fn(params, batch.obs)
-    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B]
+    policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B, ...]
     ratio = jnp.exp(log_ratio)
-    clipped_ratio = jnp.clip(ratio, 1 - hyper.clip_eps, 1 + hyper.clip_eps)
-    surrogate = jnp.minimum(ratio * advantage, clipped_ratio * advantage)
-    policy_loss = -(weight * surrogate).mean()
-
-    value_error = (value - target) ** 2  # [B]
+    clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
+    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+    value_error = (value - target) ** 2  # [B, ...]
     if config.clip_value:
-        change = jnp.clip(value - batch.value, -hyper.clip_eps, hyper.clip_eps)
+        change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
-    value_loss = 0.5 * (weight * value_error).mean()
+    value_loss = 0.5 * value_error.mean()
+    entropy = policy.entropy().mean()
+    loss = policy_loss + value_loss - config.ent_coef * entropy
+    return loss, {
+        "loss/total": loss,
+        "loss/policy": policy_loss,
+        "loss/value": value_loss,
+        "policy/entropy": entropy,
+        "policy/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "policy/clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
+    }
 
-    entropy = (weight * policy.entropy()).mean()
-    loss = policy_loss + value_loss - hyper.ent_coef * entropy
-    approx_kl = (weight * (ratio - 1 - log_ratio)).mean()  # http://joschu.net/blog/kl-approx.html
-    clip_fraction = (weight * (jnp.abs(ratio - 1) > hyper.clip_eps)).mean()
-    metrics = (loss, policy_loss, value_loss, entropy, approx_kl, clip_fraction)
-    return loss, dict(zip(LOSSES.split(), metrics, strict=True))
+
+# ------------------------------------------ train
+def shuffle(key, size: int) -> jax.Array:
+    """A random permutation. Sorting bits | row makes training 20% faster than argsort does."""
+    row_bits = (size - 1).bit_length()
+    bits = jax.random.bits(key, (size,))
+    if row_bits > 16:  # too few random bits left
+        return jnp.argsort(bits)
+    return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
 
-# ------------------------------------------------------------------------------------------- train
-def shuffle(key: jax.Array, size: int) -> jax.Array:
-    """A random permutation of range(size), ten times as fast on CPU as jax.random.permutation.
+def make_train(config: Config) -> tuple:
+    """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    Sorts random numbers whose low bits are the index; equal high bits leave a few rows in order.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
+    seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
+    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
     """
-    low_bits = jnp.uint32(2 ** (size - 1).bit_length() - 1)
-    numbers = jax.random.bits(key, (size,), jnp.uint32) & ~low_bits
-    return jnp.sort(numbers | jnp.arange(size, dtype=jnp.uint32)) & low_bits
+    num_devices = jax.device_count()
+    num_envs = config.num_envs // num_devices  # N
+    env_reset, env_step, names, continuous = make_env(config)
+    num_samples = num_envs * config.num_steps * (len(names) if config.share_parameters else 1)
+    if config.num_envs % num_devices:
+        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
+    if num_samples % config.num_minibatches:
+        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
+    if config.updates_per_eval < 1:
+        raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
+    network = ActorCritic(config.hidden_size, continuous)
+    apply_agents = jax.vmap(network.apply, (None if config.share_parameters else 0, 0))
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    pmean = lambda x: jax.lax.pmean(x, "devices")
 
+    def learning_rate(lr, update):
+        return jnp.float32(lr * (1 - config.anneal_lr * update / config.num_updates))
 
-def make_train(config: Config, num_updates: int | None = None) -> tuple[Callable, Callable]:
-    """Returns pmapped init(keys [D]) -> state and train(state) -> (state, metrics).
+    def optimizer(update):
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        adam = lambda lr: optax.chain(clip, optax.adam(learning_rate(lr, update), eps=1e-5))
+        parts = {"actor": adam(config.actor_lr), "critic": adam(config.critic_lr)}
+        return optax.partition(parts, {"params": {name: name for name in parts}})
 
-    A call of `train` runs `num_updates` updates (None: the whole training) of all seeds and
-    consumes its argument. Metrics are float32 [D, num_updates, S], equal on all devices and NaN
-    where an update had nothing to measure. Raises ConfigError for a wrong input.
-    """
-    config = resolve(config)
-    env_reset, env_step, agents = make_env(config)
-    network = ActorCritic(agents, config)
-    apply_one = lambda params, obs: network.apply({"params": params}, obs)
-    apply_all = jax.vmap(apply_one)  # params [G], obs [G, R]
-    num_envs = config.num_envs // jax.device_count()  # N
-    num_rows = num_envs * len(agents.names) // agents.num_networks  # R
-    clip = optax.clip_by_global_norm(config.max_grad_norm)
-    options = {"eps": 1e-5} if config.optimizer in ("adam", "adamw", "nadam") else {}
-    optimizer = optax.chain(clip, getattr(optax, config.optimizer)(1.0, **options))
+    def start_episode(key):
+        key, reset_key = jax.random.split(key)
+        obs, env_state = env_reset(reset_key)
+        return RunnerState(key, env_state, obs, jnp.bool(False), jnp.zeros((len(names), 2)))
 
-    def learning_rate(part, state):
-        lr = {"actor": state.hyper.actor_lr, "critic": state.hyper.critic_lr}[part]
-        return lr * jnp.float32(1.0 - config.anneal_lr * state.update / config.num_updates)
+    def step(params, runner, greedy=False):
+        """One step of one environment."""
+        key, action_key, step_key = jax.random.split(runner.key, 3)
+        policy, value = apply_agents(params, runner.obs)  # [K]
+        action = policy.mode() if greedy else policy.sample(seed=action_key)
+        outcome = env_step(step_key, runner.env_state, action)
+        obs, env_state, reward, terminated, truncated, next_obs = outcome
+        earned = jnp.stack([reward, runner.obs.active], axis=1)  # [K, 2]
+        transition = Transition(
+            obs=runner.obs,
+            action=action,
+            log_prob=policy.log_prob(action),
+            value=value,
+            reward=reward,
+            terminated=terminated,
+            truncated=truncated,
+            next_obs=next_obs,
+            done=terminated | truncated | ~runner.obs.active,
+            episode=runner.episode * ~runner.done + earned,
+        )
+        done = transition.done.all()
+        return RunnerState(key, env_state, obs, done, transition.episode), transition
 
-    def init_seed(key):
-        params_key, reset_key, key = jax.random.split(key, 3)
-        obs, env_state = env_reset(jax.random.split(reset_key, num_envs))
-        # The environments of the devices differ, the networks must not.
-        params_key = jax.lax.all_gather(params_key, "devices")[0]
-        params_keys = jax.random.split(params_key, agents.num_networks)
-        first = jax.tree.map(lambda x: x[0], obs)  # [R, ...]
-        init_one = lambda key: network.init(key, first)["params"]
-        params = jax.lax.map(init_one, params_keys)  # [G, ...]
-        opt_state = {part: jax.vmap(optimizer.init)(params[part]) for part in params}
-        hyper = Hyper(*[jnp.float32(getattr(config, name)) for name in Hyper._fields])
-        episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
-        return RunnerState(params, opt_state, hyper, env_state, obs, episode, jnp.int32(0), key)
+    def episode_returns(params, key):
+        unfinished = lambda runner: ~runner.done
+        play = lambda runner: step(params, runner, config.eval_greedy)[0]
+        return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[:, 0]
 
-    def rollout_step(state, _):
-        key, action_key, step_key = jax.random.split(state.key, 3)
-        policy, value = apply_all(state.params, state.obs)
-        action, log_prob = policy.sample_and_log_prob(seed=action_key)
-        step_keys = jax.random.split(step_key, num_envs)
-        obs, env_state, *outcome = env_step(step_keys, state.env_state, action)
-        transition = Transition(state.obs, action, log_prob, value, *outcome)
-        done = transition.done  # [G, R]
-        episode = state.episode.add(*outcome[:3], state.obs.active)
-        ended = jnp.stack([*episode, jnp.ones(done.shape)]) * done
-        ended = ended.reshape(-1, len(agents.names), num_envs).sum(2)  # [6, K]
-        # An agent that has left waits for the others: what it came to is counted and forgotten.
-        episode = jax.tree.map(lambda x: x * ~done, episode)
-        state = state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
-        return state, (transition, ended)
+    def evaluate(i, state):
+        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
+        key, eval_key = jax.random.split(state.key)
+        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
+        params = optax.tree.where(i == 0, state.params, state.best)
+        returns = pmean(jax.vmap(episode_returns, (None, 0))(params, keys).mean(0))  # [K]
+        result = returns.sum()
+        improved = (i == 0) & (result > state.best_return)
+        return state._replace(
+            key=key,
+            best=optax.tree.where(improved, state.params, state.best),
+            initial_return=jnp.where(i < 0, result, state.initial_return),
+            agent_returns=jnp.where(i == 0, returns, state.agent_returns),
+            eval_return=jnp.where(i == 0, result, state.eval_return),
+            best_return=jnp.where(improved, result, state.best_return),
+            absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
+        )
 
-    nothing = RunnerState(*[None] * len(RunnerState._fields))
-    networks_only = nothing._replace(params=0, opt_state=0)
-
-    @functools.partial(jax.vmap, in_axes=(networks_only, 0, 0), out_axes=(networks_only, 0))
-    def update_minibatch(state, learns, minibatch):
-        """One step of one network: of its actor and critic those that still learn."""
+    def update_minibatch(state, minibatch):
         batch, advantage, target = minibatch  # [B, ...]
-        # The minibatch is spread over the devices: its mean, variance and gradient are of all.
-        active = jax.lax.pmean(batch.obs.active.mean(), "devices")
-        weight = batch.obs.active / jnp.maximum(active, 1e-8)
-        advantage -= jax.lax.pmean((weight * advantage).mean(), "devices")
-        advantage /= jnp.sqrt(jax.lax.pmean((weight * advantage**2).mean(), "devices")) + 1e-8
+        # Mean, variance and gradient are global, mean and variance of active agents.
+        weight = batch.obs.active / jnp.maximum(pmean(batch.obs.active.mean()), 1e-8)
+        advantage -= pmean((weight * advantage).mean())
+        advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
         loss_grad = jax.grad(ppo_loss, has_aux=True)
-        lessons = (batch, advantage, target, weight)
-        grads, metrics = loss_grad(state.params, apply_one, *lessons, config, state.hyper)
-        grads, metrics = jax.lax.pmean((grads, metrics), "devices")
+        grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
+        grads, metrics = pmean((grads, metrics))
         metrics["optim/grad_norm"] = optax.tree.norm(grads)
-        params, opt_state = {**state.params}, {**state.opt_state}
-        for part in params:
-            lr = learning_rate(part, state)
-            old = params[part], opt_state[part]
-            updates, stepped = optimizer.update(grads[part], opt_state[part], params[part])
-            moved = jax.tree.map(lambda x, update, lr=lr: x + lr * update, params[part], updates)
-            choose = functools.partial(jnp.where, learns[part])
-            params[part], opt_state[part] = jax.tree.map(choose, (moved, stepped), old)
+        updates, opt_state = optimizer(state.update).update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
         return state._replace(params=params, opt_state=opt_state), metrics
 
-    def update_epoch(carry, epoch, samples):
-        state, actor_learns = carry
-        learns = {  # [G]; an actor or critic that has done its epochs waits for the others
-            "actor": actor_learns & (epoch < config.actor_epochs),
-            "critic": jnp.full_like(actor_learns, epoch < config.critic_epochs),
-        }
-        key, shuffle_key = jax.random.split(state.key)
-        rows = shuffle(shuffle_key, num_rows * config.num_steps).reshape(config.num_minibatches, -1)
-        take = lambda x: x[:, rows].swapaxes(0, 1)  # [num_minibatches, G, B, ...]
-        step = lambda state, minibatch: update_minibatch(state, learns, minibatch)
-        state, metrics = jax.lax.scan(step, state._replace(key=key), jax.tree.map(take, samples))
-        metrics = jax.tree.map(lambda x: x.mean(0), metrics)  # [G]
-        if config.target_kl is not None:
-            actor_learns &= metrics["policy/approx_kl"] <= config.target_kl
-        return (state, actor_learns), (metrics, learns)
+    def update_epochs(state, samples):
+        """Epochs of one network over samples [R, ...]. The KL stops those of the actor."""
+
+        def update_epoch(carry, x):
+            state, stop = carry
+            epoch, key = x
+            rows = shuffle(key, num_samples).reshape(config.num_minibatches, -1)
+            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+            updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
+            metrics = jax.tree.map(jnp.mean, metrics)
+            stop_actor = stop | (epoch >= config.actor_epochs)
+            frozen = {"actor": stop_actor, "critic": epoch >= config.critic_epochs}
+            keep = lambda frozen, old, new: optax.tree.where(frozen, old, new)
+            params = jax.tree.map(keep, {"params": frozen}, state.params, updated.params)
+            parts = state.opt_state._replace(inner_states=frozen)
+            opt_state = jax.tree.map(keep, parts, state.opt_state, updated.opt_state)
+            state = state._replace(params=params, opt_state=opt_state)
+            return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, frozen)
+
+        epochs = jnp.arange(max(config.actor_epochs, config.critic_epochs))
+        key, *keys = jax.random.split(state.key, 1 + len(epochs))
+        carry = (state._replace(key=key), jnp.bool(False))
+        xs = (epochs, jnp.stack(keys))
+        (state, _), (metrics, frozen) = jax.lax.scan(update_epoch, carry, xs)
+        metrics = jax.tree.map(lambda x: x[-1], metrics)  # of the last epoch
+        metrics |= {f"{name}/epochs": jnp.sum(~x, dtype=jnp.float32) for name, x in frozen.items()}
+        return state, metrics
+
+    def update_networks(state, samples):
+        """Samples [T, N, K, ...] are the batch of one network, or those of K networks."""
+        if config.share_parameters:
+            samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), samples)
+            return update_epochs(state, samples)
+        fold = lambda x: x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)  # [K, T * N, ...]
+        axes = TrainState(*[None] * len(state))._replace(params=0, opt_state=0)
+        update_agents = jax.vmap(update_epochs, (axes, 0), (axes, 0))
+        state, metrics = update_agents(state, jax.tree.map(fold, samples))
+        return state, jax.tree.map(jnp.mean, metrics)
 
     def update_step(state, _):
-        state, (rollout, ended) = jax.lax.scan(rollout_step, state, None, config.num_steps)
-        _, last_value = apply_all(state.params, state.obs)  # [G, R]
-        _, final_value = jax.vmap(apply_all, (None, 0))(state.params, rollout.final_obs)
-        # The value of the true next observation, [T, G, R]. Other scripts look up the few that time
-        # limits hide; here one more pass of the critic, a 27th of all products, spares that.
-        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])
-        next_value = jnp.where(rollout.done, final_value, next_value)
+        step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)
+        runner, rollout = jax.lax.scan(step_envs, state.runner, None, config.num_steps)  # [T, N]
+        critic = lambda obs: apply_agents(state.params, obs)[1]
+        next_value = jax.vmap(jax.vmap(critic))(rollout.next_obs)  # [T, N, K]
         steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
-        advantage, target = compute_gae(*steps, state.hyper.gamma, state.hyper.gae_lambda)
-        variance = lambda x: jnp.var(x, axis=(0, 2), where=rollout.obs.active)  # [G]
-        explained = (1 - variance(target - rollout.value) / variance(target)).mean()
-        # The loss does not need these: spare the shuffle.
-        batch = rollout._replace(reward=None, terminated=None, truncated=None, final_obs=None)
-        flat = lambda x: x.swapaxes(0, 1).reshape(agents.num_networks, -1, *x.shape[3:])
-        samples = jax.tree.map(flat, (batch, advantage, target))  # [G, T * R, ...]
+        advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
+        samples = (rollout._replace(next_obs=None), advantage, target)
+        state, metrics = update_networks(state, samples)
+        variance = lambda x: jnp.var(x, where=rollout.obs.active)
+        unexplained = pmean(variance(target - rollout.value) / variance(target))
+        metrics["value/explained_variance"] = 1 - unexplained
+        metrics["optim/lr"] = learning_rate(config.actor_lr, state.update)
+        metrics |= episode_stats(rollout, names)
+        return state._replace(runner=runner, update=state.update + 1), metrics
 
-        run_epoch = lambda carry, epoch: update_epoch(carry, epoch, samples)
-        epochs = jnp.arange(max(config.actor_epochs, config.critic_epochs))
-        carry = (state, jnp.ones(agents.num_networks, bool))
-        (state, _), (metrics, learned) = jax.lax.scan(run_epoch, carry, epochs)
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
-        for part, x in learned.items():  # [epochs, G]
-            metrics[f"{part}/epochs"] = x.sum(0).mean()
-        *sums, count = jax.lax.psum(ended.sum(0), "devices")  # [K] each
-        means = Episode(*[x / count for x in sums])  # 0 / 0 = NaN where no episode ended
-        for name, x in means._asdict().items():
-            metrics |= {f"agent/{agent}/{name}": x[k] for k, agent in enumerate(agents.names)}
-        metrics["episode/return"] = means.total.sum()  # of the team
-        metrics["episode/length"] = means.length.max()
-        metrics["episode/count"] = count.min()
-        metrics["value/explained_variance"] = jax.lax.pmean(explained, "devices")
-        metrics["optim/lr"] = learning_rate("actor", state)
-        return state._replace(update=state.update + 1), metrics
+    def init_seed(key):
+        params_key, runner_key, key = jax.random.split(key, 3)
+        runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        # Environments differ between devices, but the network must not.
+        keys = jax.random.split(jax.lax.all_gather(params_key, "devices")[0], len(names))
+        obs = jax.tree.map(lambda x: x[0, 0], runner.obs)
+        params = jax.lax.map(lambda key: network.init(key, obs), keys)
+        opt_state = jax.vmap(optimizer(0).init)(params)
+        if config.share_parameters:
+            params, opt_state = jax.tree.map(lambda x: x[0], (params, opt_state))
+        return TrainState(key, params, opt_state, runner, params, jnp.full(len(names), jnp.nan))
+
+    def train_seed(state):
+        is_first = state.update == 0
+        state = state._replace(best=optax.tree.where(is_first, state.params, state.best))
+        state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
+        # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485) takes ten more rounds.
+        rounds = jnp.where(state.update < config.num_updates, 1, 11)
+        state = jax.lax.fori_loop(jnp.where(is_first, -1, 0), rounds, evaluate, state)
+        at = lambda i, x: jnp.full(config.updates_per_eval, jnp.nan).at[i].set(x)
+        metrics["eval/initial_return"] = at(0, jnp.where(is_first, state.initial_return, jnp.nan))
+        metrics["eval/return"] = at(-1, state.eval_return)
+        for k, name in enumerate(names):
+            metrics[f"eval/return/{name}"] = at(-1, state.agent_returns[k])
+        return state, metrics
 
     def init(key):
-        # One seed after the other: XLA on CPU can hang in the QR of a stack of matrices.
-        return jax.lax.map(init_seed, jax.random.split(jax.random.key_data(key), config.num_seeds))
+        keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
+        # One seed at a time: XLA:CPU can deadlock in the batched QR of orthogonal initialization.
+        return jax.lax.map(init_seed, keys)
 
-    def train(state):
-        update_seeds = jax.vmap(update_step, in_axes=(0, None))
-        return jax.lax.scan(update_seeds, state, None, num_updates or config.num_updates)
-
-    train = jax.pmap(train, axis_name="devices", donate_argnums=0)
-    return jax.pmap(init, axis_name="devices"), train
+    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
+    return jax.pmap(init, "devices"), train, init_seed, train_seed
 
 
-# ---------------------------------------------------------------------------------------- evaluate
-def make_play(config: Config) -> Callable:
-    """Returns play(params, key) -> Episode, [episodes, K] each, full ones in new environments."""
-    config = resolve(config)
-    env_reset, env_step, agents = make_env(config)
-    network = ActorCritic(agents, config)
-    apply_all = jax.vmap(lambda params, obs: network.apply({"params": params}, obs))
-
-    def play_step(state):
-        key, action_key, step_key = jax.random.split(state.key, 3)
-        policy, _ = apply_all(state.params, state.obs)
-        action = policy.mode() if config.eval_greedy else policy.sample(seed=action_key)
-        step_keys = jax.random.split(step_key, config.eval_episodes)
-        obs, env_state, *outcome = env_step(step_keys, state.env_state, action)
-        reward, terminated, truncated, _ = outcome
-        episode = state.episode.add(reward, terminated, truncated, state.obs.active)
-        # Only the first episode counts: the next one, which has begun, finds nobody active.
-        obs = obs._replace(active=state.obs.active & ~terminated & ~truncated)
-        return state._replace(obs=obs, env_state=env_state, episode=episode, key=key)
-
-    def play(params, key):
-        key, reset_key = jax.random.split(jax.random.key_data(key))
-        obs, env_state = env_reset(jax.random.split(reset_key, config.eval_episodes))
-        episode = Episode(*[jnp.zeros(obs.active.shape)] * len(Episode._fields))
-        state = RunnerState(params, None, None, env_state, obs, episode, 0, key)
-        state = jax.lax.while_loop(lambda state: state.obs.active.any(), play_step, state)
-        by_agent = lambda x: x.reshape(len(agents.names), -1).T  # [episodes, K]
-        return jax.tree.map(by_agent, state.episode)
-
-    return play
-
-
-def score(config: Config, episodes: Episode) -> jax.Array:
-    """The return that `best_metric` names, [...], of episodes [..., K]."""
-    if config.best_metric in ("team", "worst"):
-        return {"team": jnp.sum, "worst": jnp.min}[config.best_metric](episodes.total, axis=-1)
-    return episodes.total[..., load_env(config.env_id).agents.index(config.best_metric)]
-
-
-def make_evaluate(config: Config) -> Callable:
-    """Returns evaluate(params, key) -> returns [episodes], full episodes in fresh environments."""
-    config, play = resolve(config), make_play(config)
-    return lambda params, key: score(config, play(params, key))
-
-
-# -------------------------------------------------------------------------------------------- main
-def describe(config: Config) -> dict[str, Any]:
-    """Every option and what else must be the same to continue a run."""
-    return {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-
-
-def save(path: Path, config: Config, state: dict[str, Any]) -> None:
-    """Write a checkpoint, under another name first: a crash leaves the previous one whole."""
-    content = flax.serialization.to_bytes({"config": describe(config), "state": state})
+# ------------------------------------------- main
+def write(path: Path, content: bytes):
+    """Write a file whole or not at all, even when killed."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
-        try:
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
-        finally:  # of a full disk
-            temporary.unlink(missing_ok=True)
+        temporary.write_bytes(content)
+        temporary.replace(path)
 
 
-def load(path: Path, config: Config | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The options and the state that `save` wrote. Raises ConfigError: damaged, or not config's."""
+def open_run(config: Config) -> tuple[Path, dict]:
+    """The run folder and its config.json. Raises ConfigError if options differ."""
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
+    run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
+    path = run_dir / "config.json"
+    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
+    about["updates_per_eval"] = config.updates_per_eval
+    stored = json.loads(path.read_text()) if path.exists() else about
+    free = ["run_dir", "init_from", "track", "distributed"]
+    if (run_dir / "summary.json").exists():  # extend both in proportion
+        free += ["total_timesteps", "num_evals"]
+    for name, value in about.items():
+        if name not in free and value != stored.get(name):
+            raise ConfigError(f"{run_dir} has {name} = {stored.get(name)}, not {value}")
+    about["device"] = jax.devices()[0].device_kind
+    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(about, indent=2).encode())
+    return run_dir, about
+
+
+def restore(state, config: Config, run_dir: Path):
+    """The last checkpoint or a fresh `state`, as NumPy arrays."""
+    state = process_allgather(state, tiled=True)
+    path = run_dir / "checkpoint.msgpack"
     try:
-        saved = flax.serialization.msgpack_restore(path.read_bytes())
-        options, state = saved["config"], saved["state"]
+        if path.exists():
+            state = flax.serialization.from_bytes(state, path.read_bytes())
+        elif config.init_from and jax.process_index() == 0:
+            path = Path(config.init_from, path.name)
+            best = flax.serialization.from_bytes(state, path.read_bytes()).best
+            copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
+            state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing, cut short or no checkpoint: {error!r}") from None
-    for name, value in describe(config).items() if config else ():
-        if name == "run_dir":  # what follows does not change the result
-            break
-        if name != "total_timesteps" and options.get(name) != value:  # more go on where it ended
-            raise ConfigError(f"{path} has {name} = {options.get(name)}, this run has {value}")
-    changed = {*RunnerState._fields, "eval_return"} ^ {*state}
-    if config and changed:
-        raise ConfigError(f"{path} is of another version of {SCRIPT}.py: {sorted(changed)} differ")
-    return options, state
+        raise ConfigError(f"{path} is damaged or does not fit: {error}") from None
+    state = broadcast_one_to_all(state)  # others may not see the folder
+    return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
-def open_run(config: Config) -> tuple[Path, dict[str, Any], dict[str, Any]]:
-    """Returns the run folder and, to continue, its last and best state. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    run_dir = Path(config.resume or config.run_dir or f"runs/{name.replace('/', '-')}")
-    last, best, update = {}, {}, 0
-    if config.resume:
-        _, last = load(run_dir / "last.msgpack", config)
-        if (run_dir / "best.msgpack").exists():
-            _, best = load(run_dir / "best.msgpack", config)
-        update = last["update"].max()
-        if update == config.num_updates and (run_dir / "summary.json").exists():
-            raise ConfigError(f"{run_dir} is finished: start a new run with another --run-dir")
-    elif (run_dir / "last.msgpack").exists():
-        raise ConfigError(f"{run_dir} already holds a run: continue it with --resume {run_dir}")
-    if jax.process_index() > 0:
-        return run_dir, last, best
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        versions = {name: metadata.version(name) for name in ("jax", "flax", "optax", "gymnax")}
-        about = {**describe(config), "versions": versions, "device": jax.devices()[0].device_kind}
-        (run_dir / "config.json").write_text(json.dumps(about, indent=2))
-        (run_dir / "summary.json").unlink(missing_ok=True)  # of a smaller budget
-        table, rows = run_dir / "metrics.csv", 1 + (update + 1) * config.num_seeds
-        if last:
-            lines = table.read_bytes().splitlines(keepends=True)[:rows]
-            os.truncate(table, sum(map(len, lines)))  # in place: a full disk loses no row
-        else:
-            table.write_text(COLUMNS.replace(" ", ",") + "\n")
-    except OSError as error:
-        raise ConfigError(f"cannot write to {run_dir}, choose another --run-dir: {error}") from None
-    return run_dir, last, best
+def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
+    """Write metrics [updates, S] to the table, after those of `done` updates."""
+    header = ",".join(["update", "seed", "env_steps", *metrics])
+    lines = path.read_text().splitlines() if path.exists() else [header]
+    del lines[1 + done * config.num_seeds :]  # past the checkpoint
+    for i, seed in np.ndindex(metrics["eval/return"].shape):
+        env_steps = (done + 1 + i) * config.batch_size
+        row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
+        cells = [done + 1 + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        lines.append(",".join(map(str, cells)))
+        if run:
+            suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
+            run.log({name + suffix: x for name, x in row.items()}, step=env_steps)
+    write(path, "\n".join([*lines, ""]).encode())
 
 
-def write_rows(run_dir: Path, config: Config, update: int, metrics: dict, tracker: Any) -> None:
-    """Append metrics [updates, S], the last ones of a call, to metrics.csv and to the tracker."""
-    if jax.process_index() > 0:
-        return
-    with open(run_dir / "metrics.csv", "a") as file:
-        for i, seed in np.ndindex(metrics["time/sps"].shape):
-            number = update + 1 + i - len(metrics["time/sps"])
-            row = {"update": number, "seed": seed, "env_steps": number * config.batch_size}
-            row |= {k: float(x[i, seed]) for k, x in metrics.items() if np.isfinite(x[i, seed])}
-            file.write(",".join(str(row.get(name, "")) for name in COLUMNS.split()) + "\n")
-            if config.track:
-                suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
-                series = {name + suffix: x for name, x in row.items() if "/" in name}
-                tracker.log(series, step=row["env_steps"])
-
-
-def write_evaluation(run_dir: Path, config: Config, update: int, episodes: Episode) -> np.ndarray:
-    """Describe episodes [S, episodes, K] of each agent and the team in evaluations.csv.
-
-    What an interrupted run wrote of this update or later ones is replaced. Returns the mean of the
-    return that `best_metric` names, [S].
-    """
-    file, names = run_dir / "evaluations.csv", [*load_env(config.env_id).agents, "team"]
-    lines = file.read_text().splitlines()[1:] if file.exists() and update else []
-    lines = [line for line in lines if int(line.split(",")[0]) < update]
-    for metric, x in episodes._asdict().items():
-        x = np.asarray(x)
-        team = {"length": x.max, "terminated": x.min, "truncated": x.max}.get(metric, x.sum)
-        x = np.concatenate([x, team(axis=-1, keepdims=True)], axis=-1)  # [S, episodes, K + 1]
-        five = np.nanquantile(x, [0, 0.25, 0.5, 0.75, 1], axis=1)  # [5, S, K + 1]
-        table = np.stack([np.nanmean(x, 1), np.nanstd(x, 1), *five, np.isnan(x).sum(1)], axis=-1)
-        for seed, k in np.ndindex(table.shape[:2]):
-            values = ",".join(f"{value:.7g}" for value in table[seed, k])
-            lines.append(f"{update},{seed},{names[k]},{metric.replace('total', 'return')},{values}")
-    if jax.process_index() == 0:
-        header = "update,seed,agent,metric,mean,std,min,q25,median,q75,max,nan_count"
-        file.write_text("\n".join([header, *lines, ""]))
-    return np.asarray(score(config, episodes)).mean(axis=1)
-
-
-def plot_curve(run_dir: Path, config: Config) -> None:
-    """Write learning_curve.png: mean over seeds, shaded one standard deviation to either side."""
-    table = np.genfromtxt(run_dir / "metrics.csv", delimiter=",", names=True, deletechars="")
-    axes = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained").subplots()
-    for name, style in (("episode/return", "-"), ("eval/return", "o--")):
-        steps, returns = (table[x].reshape(-1, config.num_seeds) for x in ("env_steps", name))
-        parts = np.array_split(np.flatnonzero(np.isfinite(returns).any(axis=1)), 100)
-        returns = np.ma.masked_invalid(returns)  # an update may end no episode of a seed
-        points = [(steps[part], returns[part].mean(axis=0)) for part in parts if len(part)]
-        curve = [(step.mean(), seeds.mean(), seeds.std()) for step, seeds in points]
-        steps, mean, spread = np.array(curve or np.empty((0, 3))).T
-        axes.plot(steps, mean, style, label=name)
-        axes.fill_between(steps, mean - spread, mean + spread, alpha=0.2)
-    axes.set(xlabel="environment steps", ylabel="return", title=f"{SCRIPT} on {config.env_id}")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.figure.savefig(run_dir / "learning_curve.png", dpi=150)
-
-
-def report(run_dir: Path, config: Config, summary: dict[str, Any], tracker: Any) -> None:
-    """Write summary.json and learning_curve.png, close the tracker, and say what was reached."""
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2))
-    plot_curve(run_dir, config)
-    if config.track:
-        tracker.summary.update(summary)
-        for file in (globals().get("__file__"), str(run_dir / "learning_curve.png")):
-            if file:  # a notebook's cell has none
-                tracker.log_artifact(file, name=Path(file).stem, type="file")
-        tracker.finish()
-    print(
-        f"evaluation return {summary['eval_return_mean']:.4g} ± {summary['eval_return_std']:.3g},"
-        f" {summary['steps_per_second']:,.0f} steps/s, compiled in"
-        f" {summary['compile_seconds']:.1f} s, written to {run_dir}"
-    )
-
-
-@contextlib.contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Ctrl-C and SIGTERM are put in a list, for the end of the call. A second one is not caught."""
-    signals = []
-    catch = lambda number, _: signals.append(number) or signal.signal(number, handlers[number])
-    handlers = {n: signal.signal(n, catch) for n in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-
-def main(config: Config) -> dict[str, Any]:
-    """Train, evaluate and write the run folder. Returns what summary.json holds.
-
-    Raises ConfigError for a wrong input; SystemExit after Ctrl-C or SIGTERM, or if a loss is NaN.
-    """
+def main(config: Config) -> dict:
+    """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # which the import of the environments started, for this process alone
-        jax.distributed.initialize(config.coordinator, config.num_processes, config.process_id)
-    config = resolve(config)
-    run_dir, last, best = open_run(config)
-    seeds, devices = config.num_seeds, jax.device_count()
-    first = update = int(last["update"].max()) if last else 0
-    if first > config.num_updates:
-        raise ConfigError(f"{run_dir} has done {first} updates: raise total_timesteps")
-    # Of a smaller budget? Then the calls of this one need not fit.
-    per_call = math.gcd(config.updates_per_call, config.num_updates - first)
-    start, train_seconds, key = time.perf_counter(), 0.0, jax.random.key(config.seed)
-    init, train = make_train(config, per_call)
-    keys = jax.random.split(key, devices).reshape(jax.process_count(), -1)
-    state = init(keys[jax.process_index()])
-    if last:
-        place = lambda x, like: jax.make_array_from_callback(x.shape, like.sharding, x.__getitem__)
-        saved = {name: last[name] for name in state._fields}
-        state = jax.tree.map(place, flax.serialization.from_state_dict(state, saved), state)
-
-    def to_host(state, returns):  # [D, S, ...] over all processes
-        arrays = flax.serialization.to_state_dict(process_allgather(state, tiled=True))
-        return {**arrays, "eval_return": np.tile(returns, (devices, 1))}
-
-    def local(tree):  # [S, ...], equal on all devices
-        return jax.tree.map(lambda x: np.asarray(x.addressable_data(0))[0], tree)
-
-    def eval_keys(number):
-        return jax.random.split(jax.random.fold_in(key, number), seeds)
-
-    if jax.process_count() == 1:  # of several, pmap can compile only when it is called
+        clear_backends()  # an import already started one
+        jax.distributed.initialize()
+    is_first = jax.process_index() == 0
+    start = time.perf_counter()
+    init, train, *_ = make_train(config)
+    run_dir, about = open_run(config)
+    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
+    keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
+    saved = state = restore(init(keys), config, run_dir)
+    calls = range(int(state.update.max()), config.num_updates, config.updates_per_eval)
+    path = run_dir / "summary.json"
+    if path.exists() and not calls:
+        return json.loads(path.read_text())
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
+    if jax.process_count() == 1:  # else pmap compiles when called
         train = train.lower(state).compile()
-    evaluate = jax.jit(jax.vmap(make_play(config)))
-    evaluate = evaluate.lower(local(state.params), eval_keys(0)).compile()
     compile_seconds = time.perf_counter() - start
-    tracker = None
-    if config.track and jax.process_index() == 0:
-        import wandb  # not above: it takes a second
+    train_seconds = 0.0
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    run = None
+    if config.track and is_first:
+        import wandb
 
-        account = {"project": config.wandb_project, "entity": config.wandb_entity, "dir": run_dir}
-        tracker = wandb.init(**account, id=run_dir.name, resume="allow", config=describe(config))
-    if not last:
-        returns = write_evaluation(run_dir, config, 0, evaluate(local(state.params), eval_keys(0)))
-        origin = {"time/sps": np.full((1, seeds), np.nan), "eval/return": returns[None]}
-        write_rows(run_dir, config, 0, origin, tracker)
-        last = to_host(state, returns)
-        save(run_dir / "last.msgpack", config, last)
-    best, returns = best or last, last["eval_return"][0]  # [S]
-    total, initial = config.num_updates * config.batch_size, first * config.batch_size
-    shown = {"unit": " steps", "unit_scale": True, "disable": jax.process_index() > 0}
-    with caught_signals() as signals, tqdm.tqdm(total=total, initial=initial, **shown) as bar:
-        while update < config.num_updates:
-            update, call_start = update + per_call, time.perf_counter()
-            state, metrics = train(state)
-            metrics = local(metrics)  # [per_call, S]
-            call_seconds = time.perf_counter() - call_start
-            train_seconds += call_seconds
-            metrics["time/sps"], metrics["eval/return"] = np.full((2, per_call, seeds), np.nan)
-            metrics["time/sps"][-1] = per_call * config.batch_size * seeds / call_seconds
-            is_finite = np.isfinite(metrics["optim/grad_norm"]).all(axis=1)  # [per_call]
-            leaves = jax.tree.leaves(local(state.params))  # wrong before their gradient is
-            is_finite[-1] &= all(np.isfinite(x).all() for x in leaves)
-            evals_by = lambda update: update * config.num_evals // config.num_updates
-            is_eval = is_finite.all() and evals_by(update) > evals_by(update - per_call)
-            if is_eval:
-                episodes = evaluate(local(state.params), eval_keys(0))
-                returns = write_evaluation(run_dir, config, update, episodes)
-                metrics["eval/return"][-1] = returns
-            write_rows(run_dir, config, update, metrics, tracker)
-            recent = metrics["episode/return"][-1]  # [S], NaN where no episode ended
-            recent = np.nanmean(recent) if np.isfinite(recent).any() else np.nan
-            bar.set_postfix_str(f"update {update}, return {recent:.4g}", refresh=False)
-            bar.update(per_call * config.batch_size)
-            if not is_finite.all():
-                broken = update - per_call + 1 + is_finite.argmin()
-                name = f"{run_dir}/last.msgpack"
-                sys.exit(f"error: update {broken} is not finite, {name} is from before: lower --lr")
-            stop = process_allgather(np.array([len(signals)])).any()
-            if is_eval or stop or update // per_call % config.checkpoint_every == 0:
-                last = to_host(state, returns)
-                if is_eval:  # for each seed, what it has been evaluated best with
-                    better = (last["eval_return"] > best["eval_return"]).T  # [S, D]
-                    pick = lambda new, old, better=better: np.where(better, new.T, old.T).T
-                    best = jax.tree.map(pick, last, best)
-                    save(run_dir / "best.msgpack", config, best)
-                save(run_dir / "last.msgpack", config, last)
-            if stop and update < config.num_updates:
-                print(f"interrupted: continue with  python {SCRIPT}.py --resume {run_dir}")
-                sys.exit(128 + max([0, *signals]))
+        run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
+    for done in bar:
+        start = time.perf_counter()
+        state, metrics = train(state)
+        metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
+        seconds = time.perf_counter() - start
+        train_seconds += seconds
+        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
+        write_rows(run_dir / "metrics.csv", config, metrics, done, run)
+        finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
+        if not finite.all():
+            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
+        saved = process_allgather(state, tiled=True)
+        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
+        bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
 
-    # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485): ten times as many new episodes.
-    params = flax.serialization.from_state_dict(state.params, best["params"])
-    params = jax.tree.map(lambda x: x[0], params)
-    absolute = [score(config, evaluate(params, eval_keys(update + n))) for n in range(1, 11)]
-    summary = {
-        "script": SCRIPT,
-        "env_id": config.env_id,
-        "env_steps": total,
-        "num_seeds": seeds,
+    returns = saved.eval_return[0]
+    summary = about | {
+        "env_steps": int(saved.update.max()) * config.batch_size,
         "eval_return_mean": float(returns.mean()),
         "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "best_eval_return_mean": float(best["eval_return"].mean()),
-        "eval_episodes": config.eval_episodes,
+        "best_eval_return_mean": float(saved.best_return.mean()),
+        "absolute_return_mean": float(saved.absolute_return.mean()),
         "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "steps_per_second": (total - initial) * seeds / max(train_seconds, 1e-9),
-        "device": jax.devices()[0].device_kind,
-        "num_devices": devices,
-        "absolute_return_mean": float(np.mean(absolute)),
+        "steps_per_second": len(calls) * call_steps / max(train_seconds, 1e-9),
     }
-    if jax.process_index() == 0:
-        report(run_dir, config, summary, tracker)
+    write(path, json.dumps(summary, indent=2).encode())
+    if run:
+        run.summary.update(summary)
+        run.finish()
+    if is_first:
+        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
     return summary
 
 
-def cli() -> None:
-    """Run from the command line. A wrong input ends with exit code 2 and no traceback."""
-    # tyro takes 1_000_000 for an integer, but not 1e6.
-    is_int = lambda word: re.fullmatch(r"\d+(\.\d+)?e\d+", word) and float(word).is_integer()
-    words = [f"{float(word):.0f}" if is_int(word) else word for word in sys.argv[1:]]
+def cli():
+    """The command line. Bad input exits with code 2, without traceback."""
     try:
-        config = tyro.cli(Config, args=words)
-        if config.resume:  # is enough on its own: the checkpoint knows the other options
-            options, _ = load(Path(config.resume, "last.msgpack"))
-            options = {k: v for k, v in options.items() if k in vars(config)}
-            config = tyro.cli(Config, default=Config(**options), args=words)
+        config = tyro.cli(Config)
+        path = Path(config.run_dir, "config.json")
+        if config.run_dir and path.exists():
+            stored = {k: v for k, v in json.loads(path.read_text()).items() if k in vars(config)}
+            config = tyro.cli(Config, default=Config(**stored))
         main(config)
-    except ConfigError as error:
+    except (ConfigError, OSError, json.JSONDecodeError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-    except OSError as error:
-        sys.exit(f"error: {error}; what was saved before is whole")
-    except KeyboardInterrupt:  # while compiling: there is nothing to save
-        sys.exit(130)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: continue with --run-dir and the folder above")
 
 
 if __name__ == "__main__": cli()  # fmt: skip

@@ -58,7 +58,7 @@ class Config:
 
     # Environment
     env_id: str = "CartPole-v1"  # gymnax environment
-    env_params: str = ""  # JSON parameters, such as {"max_steps_in_episode": 200}
+    env_params: str = ""  # JSON object of environment parameters
     total_timesteps: float = 5e5  # environment steps per seed (at most)
     num_envs: int = 16  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
@@ -255,11 +255,11 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
     All arrays are [B, ...], the advantage normalized. Returns (loss, metrics), scalars.
     """
     policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
-    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B]
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B, ...]
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
     policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
-    value_error = (value - target) ** 2  # [B]
+    value_error = (value - target) ** 2  # [B, ...]
     if config.clip_value:
         change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
@@ -377,7 +377,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs over samples [T * N, ...], until the KL exceeds its target."""
+        """Epochs over shuffled samples, until the KL exceeds its target."""
 
         def update_epoch(carry, key):
             state, stop = carry

@@ -1,20 +1,25 @@
-"""Draw docs/disco_catch.png and docs/disco_meta.png from run folders and the meta-training's csv.
+"""Draw docs/disco_catch.png and docs/disco_meta.png from run folders.
 
 python benchmarks/disco_figures.py catch RUN RUN RUN --control RUN
-python benchmarks/disco_figures.py meta CSV --start RUN --learned RUN
+python benchmarks/disco_figures.py meta META_RUN --start RUN --learned RUN
 """
 
-import csv
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import matplotlib.figure
 import numpy as np
 import tyro
+from matplotlib.ticker import EngFormatter
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-# The original's `eval` notebook, seed 0, run on a CPU: mean return of the last 50 iterations.
+sys.path.insert(0, str(DOCS.parent))
+
+import plot  # noqa: E402
+
+# The original's `eval` notebook, seed 0, on a CPU: mean training return of the last 50 iterations.
 ORIGINAL_STEPS = [14_500, 26_100, 29_000, 31_900, 34_800, 37_700, 40_600, 43_500, 58_000]
 ORIGINAL_RETURNS = [-0.77, -0.67, -0.69, -0.25, 0.20, 0.79, 0.99, 1.00, 1.00]
 CHANCE = -0.75
@@ -22,7 +27,7 @@ CHANCE = -0.75
 
 @dataclasses.dataclass(frozen=True)
 class Catch:
-    """Seeds of disco.py beside the original."""
+    """Seeds of disco.py and the original."""
 
     runs: Annotated[list[Path], tyro.conf.Positional]  # run folders of `python disco.py --seed S`
     control: Path  # run folder of `python disco.py --weights random`
@@ -30,76 +35,83 @@ class Catch:
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """Meta-training, and agents that learn with the rule before it and after it."""
+    """Meta-training, and agents that learn with the rule before and after it."""
 
-    table: Annotated[Path, tyro.conf.Positional]  # csv that disco_meta.py wrote
-    start: Path  # run folder of `disco.py` with the weights it started from
-    learned: Path  # and with those that it wrote
-
-
-def read(run: Path, window: int) -> tuple[np.ndarray, np.ndarray]:
-    """Environment steps [updates] and the mean return of the `window` updates before, by seed."""
-    with open(run / "metrics.csv") as file:
-        rows = list(csv.DictReader(file))
-    seeds = sorted({int(row["seed"]) for row in rows})
-    steps = np.array([float(row["env_steps"]) for row in rows if int(row["seed"]) == seeds[0]])
-    curves = []
-    for seed in seeds:
-        returns = [
-            float(row["episode/return"] or "nan") for row in rows if int(row["seed"]) == seed
-        ]
-        parts = np.lib.stride_tricks.sliding_window_view(returns, window)
-        curves.append(np.nanmean(parts, axis=1))
-    return steps[window - 1 :], np.array(curves)  # [updates], [S, updates]
+    run: Annotated[Path, tyro.conf.Positional]  # run folder of disco_meta.py
+    start: Path  # run folder of `disco.py` with the initial weights
+    learned: Path  # run folder of `disco.py` with the learned weights
 
 
-def finish(axes, **labels):
-    axes.set(**labels)
-    axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+def read_training(run: Path, window: int = 50) -> tuple[np.ndarray, np.ndarray]:
+    """Environment steps [updates] and training return, a moving average [updates, S]."""
+    curve = plot.read_run(run, "episode/return").curve
+    windows = np.lib.stride_tricks.sliding_window_view(curve.values, window, axis=0)
+    return curve.steps[window - 1 :], np.nanmean(windows, axis=-1)
 
 
-def draw_catch(options: Catch) -> None:
-    read_50 = lambda run: read(run, 50)
-    axes = matplotlib.figure.Figure(figsize=(6.4, 3.8), layout="constrained").subplots()
-    curves = [(steps, curve) for steps, returns in map(read_50, options.runs) for curve in returns]
+def read_evaluation(run: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Environment steps [evaluations] and evaluation return [evaluations, S]."""
+    curve = plot.read_run(run, "eval/return").curve
+    evaluated = np.isfinite(curve.values).all(axis=1)
+    return curve.steps[evaluated], curve.values[evaluated]
+
+
+def new_axes(columns: int) -> list:
+    figure = matplotlib.figure.Figure(figsize=(5.2 * columns, 3.4))
+    grid = figure.subplots(1, columns, squeeze=False, sharey=True)[0]
+    for axes in grid:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    return grid
+
+
+def draw_mean(axes, x, values, color, label=None) -> None:
+    """The mean of values [K, S] and their standard deviation."""
+    mean, std = values.mean(axis=1), values.std(axis=1)
+    axes.plot(x, mean, color=color, label=label)
+    axes.fill_between(x, mean - std, mean + std, color=color, **plot.BAND)
+
+
+def draw_catch(options: Catch) -> matplotlib.figure.Figure:
+    (axes,) = new_axes(1)
+    curves = [
+        (steps, seed) for steps, returns in map(read_training, options.runs) for seed in returns.T
+    ]
     for i, curve in enumerate(curves):
-        label = f"disco.py, {len(curves)} seeds" if i == 0 else None
-        axes.plot(*curve, color="tab:blue", alpha=0.85, lw=1.6, label=label)
-    axes.plot(
-        ORIGINAL_STEPS, ORIGINAL_RETURNS, "o--", color="black", ms=4, label="original, 1 seed"
-    )
-    steps, (curve,) = read_50(options.control)
-    axes.plot(steps, curve, color="tab:red", lw=1.4, label="random rule, 1 seed")
-    axes.axhline(CHANCE, color="gray", ls=":", lw=1.2)
-    axes.annotate("random policy", (1_000, -0.84), va="top", color="gray")
-    finish(axes, xlabel="environment steps", ylabel="return, mean of 50 updates", xlim=(0, 58_500))
-    axes.set(title="Catch 8×8 with Disco103", ylim=(-1.03, 1.07))
-    axes.legend(loc="upper left", frameon=False)
-    axes.figure.savefig(DOCS / "disco_catch.png", dpi=200)
+        label = f"disco.py ({len(curves)} seeds)" if i == 0 else None
+        axes.plot(*curve, color=plot.BLUE, linewidth=1.4, label=label)
+    axes.plot(ORIGINAL_STEPS, ORIGINAL_RETURNS, "o--", color="black", label="original (1 seed)")
+    steps, returns = read_training(options.control)
+    axes.plot(steps, returns[:, 0], color=plot.RED, linewidth=1.4, label="random rule (1 seed)")
+    axes.axhline(CHANCE, color=plot.GRAY, linestyle=":", linewidth=1.2)
+    axes.annotate("random policy", (1_000, -0.84), va="top", color=plot.GRAY)
+    axes.set(xlabel="environment steps", ylabel="training return, mean of 50 updates")
+    axes.set(title="Catch 8×8 with Disco103", xlim=(0, 58_500), ylim=(-1.03, 1.07))
+    axes.legend(loc="upper left")
+    return axes.figure
 
 
-def draw_meta(options: Meta) -> None:
-    figure = matplotlib.figure.Figure(figsize=(8.4, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    table = np.genfromtxt(options.table, delimiter=",", names=True, deletechars="")
-    smooth = lambda x: np.convolve(x, np.full(20, 1 / 20), "valid")
-    left.plot(table["meta_step"], table["episode/return"], color="tab:blue", alpha=0.2, lw=0.8)
-    left.plot(table["meta_step"][19:], smooth(table["episode/return"]), color="tab:blue")
-    finish(left, xlabel="meta steps", ylabel="return", title="The population, meta-training")
-    colours = {"the rule it started from": "tab:red", "the learned rule": "tab:blue"}
-    for (label, colour), run in zip(colours.items(), (options.start, options.learned), strict=True):
-        steps, returns = read(run, 20)
-        mean, std = returns.mean(axis=0), returns.std(axis=0)
-        right.plot(steps, mean, color=colour, label=f"{label}, {len(returns)} seeds")
-        right.fill_between(steps, mean - std, mean + std, color=colour, alpha=0.2, lw=0)
-    finish(right, xlabel="environment steps", ylabel="return", title="New agents, rule frozen")
-    right.set(ylim=left.get_ylim())
-    right.legend(frameon=False)
-    figure.savefig(DOCS / "disco_meta.png", dpi=200)
+def draw_meta(options: Meta) -> matplotlib.figure.Figure:
+    left, right = new_axes(2)
+    draw_mean(left, *read_evaluation(options.run), plot.BLUE)
+    left.set(title="Population during meta-training", ylabel="return")
+    draw_mean(right, *read_evaluation(options.start), plot.RED, "initial rule")
+    draw_mean(right, *read_evaluation(options.learned), plot.BLUE, "learned rule")
+    right.set(title="New agents with a frozen rule")
+    right.legend()
+    for axes in (left, right):
+        axes.set(xlabel="environment steps")
+        axes.set_xlim(left=0)
+    return left.figure
+
+
+def main() -> None:
+    options = tyro.cli(Catch | Meta)
+    with matplotlib.rc_context(plot.STYLE):
+        if isinstance(options, Catch):
+            draw_catch(options).savefig(DOCS / "disco_catch.png")
+        else:
+            draw_meta(options).savefig(DOCS / "disco_meta.png")
 
 
 if __name__ == "__main__":
-    chosen = tyro.cli(Catch | Meta)
-    draw_catch(chosen) if isinstance(chosen, Catch) else draw_meta(chosen)
+    main()

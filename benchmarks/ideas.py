@@ -1,11 +1,11 @@
-"""Ideas for speed, each measured alone: a script beside itself with a few lines changed.
+"""Ideas for speed, each measured alone: a script against itself with a few lines changed.
 
     python benchmarks/ideas.py                       # all of them
     python benchmarks/ideas.py --only GRU --rounds 5
 
-Every idea is a list of replacements in the text of a script. Both programs take turns in one
-process, `--calls` timed calls of each after one to warm up; `--rounds` processes. Prints a row for
-each idea: steps/s of the script, steps/s with the idea, the ratio of the medians.
+An idea is a list of replacements in the text of a script. Both programs take turns in one process,
+`--calls` timed calls of each after a warm-up; `--rounds` processes. Prints a row per idea: steps/s
+of the script, steps/s with the idea, the ratio of the medians.
 """
 
 import argparse
@@ -20,102 +20,73 @@ import types
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
 BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
 EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": 32, "conv_size": 16}
-GRU128 = {"num_envs": 1024, "hidden_size": 128}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
-ONE_PRODUCT = """
-
-def cell(previous, gates, inputs, bias):
-    (reset_x, update_x, new_x), (reset_h, update_h, new_h) = (
-        jnp.split(x, 3, axis=-1) for x in (inputs, gates)
-    )
-    update = nn.sigmoid(update_x + update_h)
-    new = jnp.tanh(new_x + nn.sigmoid(reset_x + reset_h) * (new_h + bias))
-    return (1 - update) * new + update * previous
-
-
-def forward(kernel, bias, hidden, inputs, reset):
-    def step(hidden, x):
-        inputs, reset = x
-        previous = jnp.where(reset[:, None], 0, hidden)
-        gates = previous @ kernel
-        hidden = cell(previous, gates, inputs, bias)
-        return hidden, (hidden, previous, gates)
-
-    _, (output, previous, gates) = jax.lax.scan(step, hidden, (inputs, reset))
-    return output, (kernel, bias, previous, gates, inputs, reset)
-
-
-def backward(saved, grad):
-    kernel, bias, previous, gates, inputs, reset = saved
-
-    def step(later, x):
-        grad, previous, gates, inputs, reset = x
-        _, pull = jax.vjp(cell, previous, gates, inputs, bias)
-        d_previous, d_gates, d_inputs, d_bias = pull(grad + later)
-        d_previous = (d_previous + d_gates @ kernel.T) * ~reset[:, None]
-        return d_previous, (d_gates, d_inputs, d_bias)
-
-    steps = (grad, previous, gates, inputs, reset)
-    d_hidden, (d_gates, d_inputs, d_bias) = jax.lax.scan(
-        step, jnp.zeros_like(grad[0]), steps, reverse=True
-    )
-    d_kernel = jnp.einsum("tbh,tbg->hg", previous, d_gates)  # one product for all steps
-    return d_kernel, d_bias.sum(0), d_hidden, d_inputs, np.zeros(reset.shape, jax.dtypes.float0)
-
-
-unroll = jax.custom_vjp(lambda *args: forward(*args)[0])
-unroll.defvjp(forward, backward)
-
-
-class GRU("""
-
 SCAN_GRU = "return jax.lax.scan(step, hidden, (inputs, reset))[1]"
-ROLLOUT = "jax.lax.scan(rollout_step, state, None, config.num_steps"
-MINIBATCHES = "jax.lax.scan(update_minibatch, state._replace(key=key), minibatches"
+ROLLOUT = "jax.lax.scan(step_envs, state.runner, None, config.num_steps"
+MINIBATCHES = "jax.lax.scan(update_minibatch, state, minibatches"
 GATHER = [
     (
         "minibatches = jax.tree.map(lambda x: x[rows], samples)",
         "gather = lambda s, r: update_minibatch(s, jax.tree.map(lambda x: x[r], samples))",
     ),
-    (MINIBATCHES, "jax.lax.scan(gather, state._replace(key=key), rows"),
+    (MINIBATCHES, "jax.lax.scan(gather, state, rows"),
 ]
+PERMUTATION = [("= shuffle(key, ", "= jax.random.permutation(key, ")]
+ARGSORT = [("= shuffle(key, num_samples)", "= jnp.argsort(jax.random.bits(key, (num_samples,)))")]
 IDEAS = {  # name: script, configuration, replacements
     "convolution, not a dense layer on patches (Breakout)": (
         "ppo_ff",
         BREAKOUT,
-        [("dense(16, 2**0.5)(patches(x, 3))", 'nn.Conv(16, (3, 3), padding="VALID")(x)')],
+        [
+            (
+                "dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1))",
+                'nn.Conv(16, (3, 3), padding="VALID")(x)',
+            )
+        ],
     ),
     "convolutions, not dense layers on patches (Empty)": (
         "ppo_rnn",
         EMPTY,
         [
             (
-                "dense(factor * config.conv_size, 2**0.5, dtype)(patches(x, 2))",
-                'nn.Conv(factor * config.conv_size, (2, 2), padding="VALID")(x)',
-            )
+                "conv = dense(factor * config.conv_size, 2**0.5, dtype)",
+                'conv = nn.Conv(factor * config.conv_size, (2, 2), padding="VALID")',
+            ),
+            ("nn.relu(conv(jnp.concatenate(patches, axis=-1)))", "nn.relu(conv(x))"),
         ],
     ),
-    "embedding as a look-up, not as a product": (
+    "embedding as a lookup, not as a product (Empty)": (
         "ppo_rnn",
         EMPTY,
         [
             (
-                "return embed(jnp.concatenate([tile, color], axis=-1))",
-                "size = self.config.embedding_size\n"
-                "        tiles, colors = nn.Embed(NUM_TILES, size), nn.Embed(NUM_COLORS, size)\n"
-                "        return tiles(grid[..., 0]) + colors(grid[..., 1])",
+                "x = embed(jnp.concatenate([tile, color], axis=-1))",
+                "tiles = nn.Embed(NUM_TILES, config.embedding_size)\n"
+                "            colors = nn.Embed(NUM_COLORS, config.embedding_size)\n"
+                "            x = tiles(obs.grid[..., 0]) + colors(obs.grid[..., 1])",
             )
         ],
     ),
-    "one-hot straight into the first convolution": (
+    "one-hot input of the first convolution (Empty)": (
         "ppo_rnn",
         EMPTY,
-        [("return embed(jnp.con", "return (jnp.con")],
+        [("x = embed(jnp.con", "x = (jnp.con")],
+    ),
+    "a pass of the critic at every step, not only at time limits (Empty)": (
+        "ppo_rnn",
+        EMPTY,
+        [
+            (
+                "jax.lax.cond(rollout.truncated.any(), critic, lambda _: rollout.value, final)",
+                "critic(final)",
+            )
+        ],
     ),
     "GRU: input gates step by step, not in one product": (
         "ppo_rnn",
@@ -126,23 +97,7 @@ IDEAS = {  # name: script, configuration, replacements
                 'inputs, weights = x, self.param("w", nn.initializers.lecun_normal(),'
                 " (x.shape[-1], 3 * size))",
             ),
-            ("jnp.split(inputs, 3, axis=-1)", "jnp.split(inputs @ weights, 3, axis=-1)"),
-        ],
-    ),
-    "GRU: weight gradient in one product (GRU 64, 256 envs)": (
-        "ppo_rnn",
-        EMPTY,
-        [
-            ("\n\nclass GRU(", ONE_PRODUCT),
-            (SCAN_GRU, "return unroll(kernel, bias, hidden, inputs, reset)"),
-        ],
-    ),
-    "GRU: weight gradient in one product (GRU 128, 1024 envs)": (
-        "ppo_rnn",
-        GRU128,
-        [
-            ("\n\nclass GRU(", ONE_PRODUCT),
-            (SCAN_GRU, "return unroll(kernel, bias, hidden, inputs, reset)"),
+            ("jnp.split(inputs, 3)", "jnp.split(inputs @ weights, 3)"),
         ],
     ),
     "GRU: four steps unrolled": (
@@ -153,12 +108,17 @@ IDEAS = {  # name: script, configuration, replacements
     "jax.random.permutation, not shuffle (CartPole)": (
         "ppo_ff",
         CARTPOLE,
-        [("= shuffle(shuffle_key, ", "= jax.random.permutation(shuffle_key, ")],
+        PERMUTATION,
+    ),
+    "argsort, not shuffle (CartPole)": (
+        "ppo_ff",
+        CARTPOLE,
+        ARGSORT,
     ),
     "jax.random.permutation, not shuffle (Pendulum)": (
         "ppo_continuous",
         {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
-        [("= shuffle(shuffle_key, ", "= jax.random.permutation(shuffle_key, ")],
+        PERMUTATION,
     ),
     "samples gathered minibatch by minibatch (CartPole)": (
         "ppo_ff",
@@ -170,7 +130,7 @@ IDEAS = {  # name: script, configuration, replacements
         BREAKOUT,
         GATHER,
     ),
-    "float32 observations kept, not bools (Breakout)": (
+    "float32 observations, not bool (Breakout)": (
         "ppo_ff",
         BREAKOUT,
         [("obs.astype(bool) if", "obs.astype(float) if")],
@@ -208,7 +168,7 @@ IDEAS = {  # name: script, configuration, replacements
     "no reset in the step: what a pool could save at most (DoorKey)": (
         "ppo_rnn",
         DOORKEY,
-        [("first_obs, fresh = reset(key)", "first_obs, fresh = final_obs, timestep")],
+        [("optax.tree.where(done, reset(key), (next_obs, timestep))", "next_obs, timestep")],
     ),
 }
 
@@ -227,18 +187,19 @@ def load(script, replacements):
 
 def measure(name, steps, calls):
     """Prints steps/s of every timed call, of the script and of its variant."""
+    from speed import make_long_call
+
     script, options, replacements = IDEAS[name]
     runs = []
     for changes in ([], replacements):
         module = load(script, changes)
         import jax
 
-        config = module.Config(**{"total_timesteps": 10**9, **options})
-        updates = max(1, steps // config.batch_size)
-        init, train = module.make_train(config, updates)
-        keys = jax.random.split(jax.random.key(0), jax.local_device_count())
-        state = init(keys)
-        runs.append([train.lower(state).compile(), state, updates * config.batch_size, []])
+        _, config = make_long_call(script, options, steps)
+        init, train, *_ = module.make_train(config)
+        state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+        call_steps = config.updates_per_eval * config.batch_size
+        runs.append([train.lower(state).compile(), state, call_steps, []])
     for _ in range(calls + 1):
         for run in runs:
             start = time.perf_counter()

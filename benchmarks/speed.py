@@ -1,17 +1,19 @@
-"""How fast the scripts train, beside what bounds them and beside their peers.
+"""Speed of the scripts, of their parts and of comparable systems.
 
     python benchmarks/speed.py                   # every script, its ceilings, where time goes
     python benchmarks/speed.py --scaling         # sizes, seeds, devices, steps, time limits
     python benchmarks/speed.py --peers purejaxrl=DIR xland=DIR rejax=DIR    # see peers.md
     python benchmarks/speed.py --json result.json
 
-Every measurement is a process of its own. Steps/s is the median of the timed calls of the compiled
-program after one call to warm up, with the slowest and the fastest beside it. Systems that are
-compared take turns, so that a noisy machine disturbs all of them.
+Every measurement has its own process. Steps/s is the median of the timed calls of the compiled
+program after a warm-up call, with minimum and maximum. A call ends with the evaluation of a single
+episode per device, which takes next to no time. Systems that are compared take turns, so that a
+noisy machine disturbs all of them.
 """
 
 import argparse
 import importlib
+import inspect
 import json
 import os
 import re
@@ -66,9 +68,9 @@ PEERS = {  # name of the work: the peers that do the same
 }
 
 
-# ---------------------------------------------------------------------- inside of one process
+# -------------------------- inside of one process
 def timed_calls(call, count):
-    """Seconds of each of `count` calls, after one to warm up."""
+    """Seconds of each of `count` calls, after a warm-up call."""
     call()
     seconds = []
     for _ in range(count):
@@ -78,15 +80,26 @@ def timed_calls(call, count):
     return seconds
 
 
+def make_long_call(script, options, steps_per_call):
+    """The script's module and a Config whose calls of `train` make so many steps.
+
+    One of 1000 calls, so that the learning rate hardly decays. Evaluates a single episode.
+    """
+    module = importlib.import_module(script)
+    options = {**options, "eval_episodes": 1, "num_evals": 1000}
+    batch_size = module.Config(**{**options, "total_timesteps": 1e12}).batch_size
+    updates = max(1, steps_per_call // batch_size)
+    total = updates * batch_size * options["num_evals"]
+    return module, module.Config(**options, total_timesteps=total)
+
+
 def ours(script, options, steps_per_call, calls):
-    """One script, without evaluation and files: the compiled program alone."""
+    """A script's compiled program, without files."""
     import jax
 
-    module = importlib.import_module(script)
-    config = module.Config(**{"total_timesteps": 10**9, **options})
-    updates = max(1, steps_per_call // config.batch_size)
+    module, config = make_long_call(script, options, steps_per_call)
     start = time.perf_counter()
-    init, train = module.make_train(config, updates)
+    init, train, *_ = module.make_train(config)
     state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
@@ -96,42 +109,41 @@ def ours(script, options, steps_per_call, calls):
         state, metrics = train(state)
         jax.block_until_ready((state, metrics))
 
-    steps = updates * config.batch_size * config.num_seeds
+    steps = config.updates_per_eval * config.batch_size * config.num_seeds
     return compile_seconds, steps, timed_calls(call, calls)
 
 
-def deadly_limits(script, options, steps_per_call, calls):
-    """The same with every time limit taken for a death: no value of a final observation."""
+def terminal_limits(script, options, steps_per_call, calls):
+    """The same with time limits as terminations."""
     module = importlib.import_module(script)
     make_env = module.make_env
 
-    def make_deadly_env(config):
+    def make_terminal_env(config):
         reset, step, *rest = make_env(config)
 
-        def deadly_step(*args):
-            *transition, terminated, truncated, final_obs = step(*args)
-            return *transition, terminated | truncated, truncated & False, final_obs
+        def terminal_step(*args):
+            *transition, terminated, truncated, next_obs = step(*args)
+            return *transition, terminated | truncated, truncated & False, next_obs
 
-        return reset, deadly_step, *rest
+        return reset, terminal_step, *rest
 
-    module.make_env = make_deadly_env
+    module.make_env = make_terminal_env
     return ours(script, options, steps_per_call, calls)
 
 
 def start(script, options, parent_time):
-    """Seconds from the start of the process to the end of its first update."""
+    """Seconds from the start of the process to the end of its first update and evaluation."""
     import jax
 
-    module = importlib.import_module(script)
-    config = module.resolve(module.Config(**{"total_timesteps": 10**9, **options}))
-    init, train = module.make_train(config, 1)
+    module, config = make_long_call(script, options, 1)
+    init, train, *_ = module.make_train(config)
     state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
     jax.block_until_ready(train(state))
     return time.time() - parent_time, 1, [1.0]
 
 
 def count_products(jaxpr):
-    """FLOP of all matrix products in a program without loops over data."""
+    """FLOP of all matrix products; of the branches of a cond, those of the cheapest."""
     import jax
     import numpy as np
 
@@ -142,69 +154,59 @@ def count_products(jaxpr):
             left, right = (x.aval.shape for x in equation.invars)
             length = np.prod([left[i] for i in contracted])
             flop += 2 * length * np.prod(equation.outvars[0].aval.shape)
-        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                flop += equation.params.get("length", 1) * count_products(inner)
+        inner = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns"))
+        inner = [getattr(x, "jaxpr", x) for x in inner]
+        counts = [count_products(x) for x in inner if hasattr(x, "eqns")]
+        if equation.primitive.name == "cond":
+            flop += min(counts)
+        else:
+            flop += equation.params.get("length", 1) * sum(counts)
     return float(flop)
 
 
-def model_flop(script, options, num_envs=8):
-    """FLOP of the matrix products that one environment step needs.
-
-    F (1 + 3 E): one pass of the network in the rollout; in each of the E epochs one more, and twice
-    as much for the gradients with respect to activations and weights.
-    """
+def model_flop(script, options):
+    """FLOP of all matrix products of an update, per environment step."""
     import jax
-    import jax.numpy as jnp
+    from jax.interpreters.partial_eval import dce_jaxpr
 
-    module = importlib.import_module(script)
-    config = module.resolve(module.Config(**options))
-    reset, _, actions = module.make_env(config)
-    obs, _ = jax.eval_shape(reset, jax.random.split(jax.random.key(0), num_envs))
-    network, args = module.ActorCritic(actions, config), (obs,)
-    if script == "ppo_rnn":
-        hidden = jnp.zeros((num_envs, config.hidden_size))
-        obs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), obs)
-        args = (obs, hidden, jnp.zeros((1, num_envs), bool))
-    params = jax.eval_shape(network.init, jax.random.key(0), *args)
-    forward = count_products(jax.make_jaxpr(network.apply)(params, *args).jaxpr) / num_envs
-    return 0.0, forward * (1 + 3 * config.update_epochs), [1.0]
+    module, config = make_long_call(script, options, 1)
+    *_, init_seed, train_seed = module.make_train(config)
+    update_step = inspect.getclosurevars(train_seed).nonlocals["update_step"]
+    update = lambda key: update_step(init_seed(key), None)[0].params
+    axes = [("devices", jax.device_count())]
+    key = jax.random.key_data(jax.random.key(0))
+    jaxpr = jax.make_jaxpr(update, axis_env=axes)(key).jaxpr
+    used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the critic's pass needs no actor
+    return 0.0, count_products(used) / config.batch_size, [1.0]
 
 
 def environment(script, options, steps_per_call, calls):
     """The environment alone, with random actions."""
     import jax
-    import jax.numpy as jnp
 
     module = importlib.import_module(script)
-    config = module.resolve(module.Config(**options))
-    reset, step, actions = module.make_env(config)
+    config = module.Config(**options)
+    reset, step, num_actions, *is_discrete = module.make_env(config)
     num_envs, num_steps = config.num_envs, max(1, steps_per_call // config.num_envs)
+    is_continuous = script == "ppo_continuous" or is_discrete == [False]
 
-    def run(key, carry):
-        def one(carry, key):
-            _, env_state = carry
-            action_key, step_key = jax.random.split(key)
-            if isinstance(actions, tuple):
-                low, high = actions
-                action = jax.random.uniform(
-                    action_key, (num_envs, len(low)), minval=low, maxval=high
-                )
-            else:
-                action = jax.random.randint(action_key, (num_envs,), 0, actions)
-            obs, env_state, reward, *_ = step(
-                jax.random.split(step_key, num_envs), env_state, action
-            )
-            return (obs, env_state), jnp.sum(reward)
+    def one_step(env_state, key):
+        action_key, step_key = jax.random.split(key)
+        action = jax.random.randint(action_key, (), 0, num_actions)
+        if is_continuous:
+            action = jax.random.uniform(action_key, (num_actions,), minval=-1.0)
+        _, env_state, reward, *_ = step(step_key, env_state, action)
+        return env_state, reward
 
-        return jax.lax.scan(one, carry, jax.random.split(key, num_steps))
+    def run(key, env_state):
+        keys = jax.random.split(key, (num_steps, num_envs))
+        return jax.lax.scan(jax.vmap(one_step), env_state, keys)
 
     start = time.perf_counter()
-    carry = jax.jit(reset)(jax.random.split(jax.random.key(0), num_envs))
-    compiled = jax.jit(run).lower(jax.random.key(1), carry).compile()
+    _, env_state = jax.jit(jax.vmap(reset))(jax.random.split(jax.random.key(0), num_envs))
+    compiled = jax.jit(run).lower(jax.random.key(1), env_state).compile()
     compile_seconds = time.perf_counter() - start
-    call = lambda: jax.block_until_ready(compiled(jax.random.key(1), carry))
+    call = lambda: jax.block_until_ready(compiled(jax.random.key(1), env_state))
     return compile_seconds, num_steps * num_envs, timed_calls(call, calls)
 
 
@@ -219,12 +221,12 @@ def matrix_product(dtype, size, calls):
 
 
 def shuffling(script, options, steps_per_call, calls):
-    """A permutation for each epoch of the call, and the gather of its samples."""
+    """A permutation for each epoch of the call, and its gather."""
     import jax
     import jax.numpy as jnp
 
     module = importlib.import_module(script)
-    config = module.resolve(module.Config(**options))
+    config = module.Config(**options)
     size = config.num_envs if script == "ppo_rnn" else config.batch_size
     width = config.batch_size // size
     rollout = jnp.zeros((size, 10 * width))  # about what a sample holds
@@ -243,7 +245,7 @@ def shuffling(script, options, steps_per_call, calls):
 
 
 def measure(kind, *args):
-    """Runs in a process of its own. Prints one line of JSON."""
+    """Runs in its own process. Prints a line of JSON."""
     if kind in globals():
         compile_seconds, amount, seconds = globals()[kind](*args)
     else:
@@ -253,7 +255,7 @@ def measure(kind, *args):
     print(json.dumps({"rates": rates, "compile": compile_seconds, "memory": memory}))
 
 
-# -------------------------------------------------------------------------- from the outside
+# ------------------------------- from the outside
 def in_a_process(*args, devices=1, cache=None):
     """Returns {"rates": [amount per second of each call], "compile": s, "memory": MiB}."""
     env = dict(os.environ)
@@ -323,11 +325,11 @@ def scripts_table(args):
             twice = {**options, "update_epochs": 2 * options.get("update_epochs", 1)}
             result["twice"] = merge([in_a_process("ours", script, twice, steps, args.calls)])
             result["flop"] = in_a_process("model_flop", script, options)["rates"][0]
-            # Twice the epochs cost one more update; what is left is rollout and advantages.
+            # Twice the epochs cost one more update; the rest is rollout and advantage.
             update = 1 / result["twice"]["median"] - seconds
             shuffle = min(1 / result["shuffle"]["median"], update)
             note += f"; update {(update - shuffle) / seconds:.0%}, shuffle {shuffle / seconds:.0%},"
-            note += f" rollout and advantages {1 - update / seconds:.0%}, of which environment"
+            note += f" rollout and advantage {1 - update / seconds:.0%}, of which environment"
             note += f" {1 / result['environment']['median'] / seconds:.0%}"
             share = result["flop"] / seconds / table["float32"]["median"]
             note += f"; {result['flop'] / 1e6:.3g} MFLOP a step, {share:.0%} of the product's peak"
@@ -355,20 +357,20 @@ def scaling_table(args):
         one(f"ppo_ff, steps × {factor}", "ppo_ff", {"num_envs": 64}, factor * args.steps)
     for name in ("CartPole 64 envs", "Pendulum 64 envs", "Empty-6x6 GRU 64"):
         script, options = WORK[name]
-        results = {"ours": [], "deadly_limits": []}
+        results = {"ours": [], "terminal_limits": []}
         for _ in range(args.rounds):
             for kind, measured in results.items():
                 measured.append(in_a_process(kind, script, options, args.steps, args.calls))
-        correct, deadly = (merge(measured) for measured in results.values())
-        table[f"{name}, deadly limits"] = deadly
+        correct, terminal = (merge(measured) for measured in results.values())
+        table[f"{name}, limits as terminations"] = terminal
         row(f"{name}, correct time limits", correct)
-        cost = f"correct ones cost {deadly['median'] / correct['median'] - 1:.1%}"
-        row(f"{name}, time limits as deaths", deadly, cost)
+        cost = f"correct ones cost {terminal['median'] / correct['median'] - 1:.1%}"
+        row(f"{name}, time limits as terminations", terminal, cost)
     return table
 
 
 def peers_table(args, paths):
-    header("Side by side, taking turns")
+    header("Peers, taking turns")
     table = {}
     for name, (script, options) in WORK.items():
         peers = [peer for peer in PEERS.get(name, []) if peer in paths]

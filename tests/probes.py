@@ -1,11 +1,12 @@
-"""Small environments whose values are known, and what is needed to train any script on them.
+"""Small environments with known values, and helpers to train any script on them.
 
-An observation says in which of `NUM_STATES` states the environment is: one-hot for the feed-forward
-networks, the tile of every cell for the recurrent one. Actions are 0 or 1 (`Probe*-discrete`), or
-lie between `LOW` and `HIGH` (`Probe*-continuous`).
+An observation is one of `NUM_STATES` states: one-hot for the feed-forward networks, the tile of
+every cell for the recurrent one. Actions are 0 or 1 (`Probe*-discrete`), or lie between `LOW` and
+`HIGH` (`Probe*-continuous`).
 """
 
 import contextlib
+import functools
 
 import gymnax
 import jax
@@ -35,14 +36,14 @@ class Probe(environment.Environment):
         raise NotImplementedError
 
     def outcome(self, kind, time, action):
-        """Returns the reward of the step from `time`, and whether it ends the episode."""
+        """Returns the reward of the step from `time` and whether the episode terminates."""
         raise NotImplementedError
 
     def time_limit(self, kind):
         return 1000
 
     def match(self, action, goal):
-        """1 for the action `goal`, which is 0 or 1, less for every other action."""
+        """1 for the action `goal`, less for every other action."""
         return 1 - (action - goal) ** 2 if self.continuous else jnp.float32(action == goal)
 
     def get_obs(self, state):
@@ -69,7 +70,7 @@ class Probe(environment.Environment):
 
 
 class Tasks(Probe):
-    """Five questions, one of them asked in each episode."""
+    """Five tasks, one per episode."""
 
     constant, delayed, negative, choice, endless = range(5)
     num_kinds = 5
@@ -88,7 +89,7 @@ class Tasks(Probe):
 
 
 class Clock(Probe):
-    """Shows the time. The time limit is 6; from 4 on, action 1 terminates, even at the limit."""
+    """Shows the time. The time limit is 6; action 1 terminates from time 4, even at the limit."""
 
     def see(self, kind, time):
         return time
@@ -113,7 +114,7 @@ class Cue(Probe):
 
 
 class Target(Probe):
-    """One step; what is asked for is 2.5 in state 0 and 0 in state 1. For continuous actions."""
+    """One step; the best action is 2.5 in state 0 and 0 in state 1. For continuous actions."""
 
     num_kinds = 2
 
@@ -125,8 +126,8 @@ class Target(Probe):
 
 
 for cls in (Tasks, Clock, Cue, Target):
-    gymnax.register(f"Probe{cls.__name__}-discrete", lambda cls=cls: cls(continuous=False))
-    gymnax.register(f"Probe{cls.__name__}-continuous", lambda cls=cls: cls(continuous=True))
+    gymnax.register(f"Probe{cls.__name__}-discrete", functools.partial(cls, continuous=False))
+    gymnax.register(f"Probe{cls.__name__}-continuous", functools.partial(cls, continuous=True))
 
 
 def probe_config(module, name, **changes):
@@ -137,25 +138,28 @@ def probe_config(module, name, **changes):
     return tiny(module, **{"env_id": env_id, **sizes, **changes})
 
 
-def make_recurrent_env(module):
-    """A make_env for ppo_rnn: the state is the tile of every cell, and nothing else is shown."""
+def observe(module, obs):
+    """An observation for ppo_rnn: the state is the tile of every cell."""
+    grid = jnp.zeros((4, 4, 2), jnp.uint8).at[..., 0].set(jnp.argmax(obs).astype(jnp.uint8))
+    return module.Observation(grid, jnp.int32(0), jnp.int32(-1), jnp.float32(0))
 
-    def observe(obs):
-        grid = jnp.zeros((4, 4, 2), jnp.uint8).at[..., 0].set(jnp.argmax(obs).astype(jnp.uint8))
-        return module.Observation(grid, jnp.int32(0), jnp.int32(-1), jnp.float32(0))
+
+def make_recurrent_env(module):
+    """A make_env for ppo_rnn."""
 
     def make_env(config):
         env, params = gymnax.make(config.env_id)
 
         def reset(key):
             obs, env_state = env.reset(key, params)
-            return observe(obs), env_state
+            return observe(module, obs), env_state
 
         def step(key, env_state, action):
             obs, env_state, *outcome, info = env.step(key, env_state, action, params)
-            return observe(obs), env_state, *outcome, observe(info["final_observation"])
+            next_obs = observe(module, info["final_observation"])
+            return observe(module, obs), env_state, *outcome, next_obs
 
-        return jax.vmap(reset), jax.vmap(step), 2
+        return reset, step, 2
 
     return make_env
 
@@ -169,40 +173,99 @@ def probes_for(module):
         yield patch
 
 
-def start(module, config, num_updates=None, seed=0):
+def start(module, config, seed=0):
     """Returns state, train."""
-    init, train = module.make_train(config, num_updates)
+    init, train, *_ = module.make_train(config)
     return init(jax.random.split(jax.random.key(seed), jax.local_device_count())), train
 
 
 def to_numpy(tree):
-    """With random keys as the integers they hold."""
-    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return jax.tree.map(lambda x: np.array(jax.random.key_data(x) if is_key(x) else x), tree)
+    return jax.tree.map(np.array, tree)
+
+
+def network_of(module, config):
+    """The network that make_train builds."""
+    built = []
+    cls = module.ActorCritic
+
+    def build(*args, **kwargs):
+        built.append(cls(*args, **kwargs))
+        return built[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "ActorCritic", build)
+        module.make_train(config)
+    (network,) = built
+    return network
+
+
+@functools.cache
+def make_policy(module, config):
+    """Returns policy(params, obs, memory) -> distribution, value, memory, of one environment.
+
+    `params` are those of one seed on one device. The memory of a new episode is None.
+    """
+    network = network_of(module, config)
+
+    @jax.jit
+    def policy(params, obs, memory):
+        if module.SCRIPT == "ppo_rnn":
+            memory = jnp.zeros(config.hidden_size) if memory is None else memory
+            return network.apply(params, obs, memory, jnp.bool(False), method="one_step")
+        return *network.apply(params, obs), None
+
+    return policy
+
+
+def to_env(distribution, action):
+    """The action that the environment receives."""
+    return distribution.to_env(action) if hasattr(distribution, "to_env") else action
 
 
 def look(module, config, params, states):
-    """Modes of the action [T] and values [T] in an episode that goes through these states.
+    """Most likely actions [T] and values [T] in an episode that visits these states.
 
-    `params` are those of one seed on one device.
+    Continuous actions are in the units of the environment.
     """
-    config = module.resolve(config)
-    _, _, actions = module.make_env(config)  # how many, or their bounds
-    network = module.ActorCritic(actions, config)
-    obs = jax.nn.one_hot(jnp.array(states), NUM_STATES)
-    if module.SCRIPT == "ppo_rnn":
-        count = len(states)
-        grid = jnp.zeros((count, 1, 4, 4, 2), jnp.uint8)
-        grid = grid.at[..., 0].set(jnp.array(states, jnp.uint8)[:, None, None, None])
-        obs = module.Observation(
-            grid, jnp.zeros((count, 1), int), jnp.full((count, 1), -1), jnp.zeros((count, 1))
-        )
-        hidden = jnp.zeros((1, config.hidden_size))
-        reset = jnp.full((count, 1), not config.memory)
-        distribution, value, _ = network.apply(params, obs, hidden, reset)
-        return np.array(distribution.mode())[:, 0], np.array(value)[:, 0]
-    if module.SCRIPT == "ppo_ff":
-        distribution, value = network.apply(params, obs)
-        return np.array(distribution.mode()), np.array(value)
-    distribution, value = network.apply(params, obs)
-    return np.array(distribution.to_env(distribution.mode()))[:, 0], np.array(value)
+    policy = make_policy(module, config)
+    memory = None
+    actions = []
+    values = []
+    for state in states:
+        obs = jax.nn.one_hot(state, NUM_STATES)
+        obs = observe(module, obs) if module.SCRIPT == "ppo_rnn" else obs
+        distribution, value, memory = policy(params, obs, memory)
+        actions.append(np.ravel(to_env(distribution, distribution.mode()))[0])
+        values.append(value)
+    if config.env_id.endswith("continuous"):
+        actions = (LOW + HIGH) / 2 + (HIGH - LOW) / 2 * np.array(actions)
+    return np.array(actions), np.array(values)
+
+
+def make_player(module, config):
+    """Returns play(params, key) -> return and length of one episode, with the scripts' keys."""
+    reset, step, *_ = module.make_env(config)
+    policy = make_policy(module, config)
+
+    @jax.jit
+    def one_step(params, key, env_state, obs, memory):
+        key, action_key, step_key = jax.random.split(key, 3)
+        distribution, _, memory = policy(params, obs, memory)
+        greedy = config.eval_greedy
+        action = distribution.mode() if greedy else distribution.sample(seed=action_key)
+        outcome = step(step_key, env_state, to_env(distribution, action))
+        obs, env_state, reward, terminated, truncated, _ = outcome
+        return (key, env_state, obs, memory), reward, terminated | truncated
+
+    def play(params, key):
+        key, reset_key = jax.random.split(key)
+        obs, env_state = reset(reset_key)
+        state = (key, env_state, obs, None)
+        rewards = []
+        done = False
+        while not done:
+            state, reward, done = one_step(params, *state)
+            rewards.append(float(reward))
+        return sum(rewards), len(rewards)
+
+    return play

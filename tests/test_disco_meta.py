@@ -1,269 +1,374 @@
-"""disco_meta.py: that it meta-learns at all, and that its copies of disco.py's parts are copies."""
+"""Meta-training: its gradient, its moments, its lifetimes and its run folder."""
 
+import csv
 import dataclasses
 import functools
-import inspect
-import signal
-import sys
+import json
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rlax
+from test_cli import flags, learned, run
 
 import disco
 import disco_meta
 
-SHARED = "make_catch lstm_cell dense Agent random_weights linear embed mix_actions compute_retrace "
-SHARED += "compute_vtrace compute_values make_features look_back lifetime_input discovered_rule "
-SHARED += "kl_divergence value_loss mean_loss disco_loss update_moments mean_and_std unsquash "
-SHARED += "squash expected_value of_action"
+FILES = {"config.json", "metrics.csv", "checkpoint.msgpack", "summary.json", "weights.npz"}
 SMALL = {
     "env_id": "Catch-3x3",
+    "num_meta_steps": 2,
+    "num_evals": 2,
+    "eval_episodes": 2,
     "num_envs": 3,
     "num_steps": 4,
     "valid_steps": 5,
+    "num_agents": 2,
+    "lifetime": 4,
     "hidden_size": 8,
     "feature_size": 8,
     "model_size": 4,
     "branch_size": 4,
 }
+KEYS = jax.random.split(jax.random.key(0), 1)
+MAKE_TRAIN = disco_meta.make_train
 
 
-@pytest.mark.parametrize("name", SHARED.split())
-def test_the_rule_is_that_of_disco(name):
-    sources = {inspect.getsource(getattr(module, name)) for module in (disco, disco_meta)}
-    assert len(sources) == 1
+def small(**changes):
+    return disco_meta.Config(**{**SMALL, **changes})
+
+
+def compile_train(train, state):
+    return train.lower(state).compile()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def trace_once():
-    """Runs that differ in nothing but their files share the program."""
-    make_train = functools.cache(disco_meta.make_train)
+def compile_once():
+    """Runs that differ in nothing but folder and length share the compiled programs."""
+    made = {}
 
-    def make_train_once(config, num_meta_steps):
-        files = {"output": "", "resume": False, "num_meta_steps": 1}
-        return make_train(dataclasses.replace(config, **files), num_meta_steps)
+    def make_train_once(config):
+        size = {"num_meta_steps": config.updates_per_eval, "num_evals": 1}
+        key = dataclasses.replace(config, run_dir="", **size)
+        if key not in made:
+            init, train = MAKE_TRAIN(config)
+            state = jax.eval_shape(init, KEYS)
+            lower = functools.cache(functools.partial(compile_train, train, state))
+            init = init.lower(KEYS).compile()
+            lowered = types.SimpleNamespace(compile=lower)
+            made[key] = init, types.SimpleNamespace(lower=lambda state: lowered)
+        return made[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(disco_meta, "make_train", make_train_once)
         yield
 
 
-def test_the_update_of_an_agent_is_that_of_disco():
-    """With the meta-gradient's own optimizer, the agent still moves as disco.learn moves it."""
-    config = disco_meta.Config(**SMALL)
-    sizes = {name: SMALL[name] for name in SMALL if name.endswith("_size")}
-    plain = disco.Config(**sizes, lr=config.lr, weights="random")
-    weights = disco.random_weights(0)
-    state = start(config, weights, 1)[0]
-    learner = jax.tree.map(lambda x: x[0, 0], state.agents.learner)
-    keys = jax.random.split(jax.random.key(1), 4)
-    shape = (4, 3)
-    batch = disco.Transition(
-        jax.random.bernoulli(keys[0], 0.2, (*shape, 3, 3, 1)),
-        jax.random.randint(keys[1], shape, 0, 3),
-        jax.random.normal(keys[2], (*shape, 3)),
-        jax.random.normal(keys[3], shape),
-        jax.random.bernoulli(keys[3], 0.3, shape),
-        jax.random.bernoulli(keys[2], 0.3, shape),
-    )
-    agent, optimizer = disco.Agent(3, plain), disco.make_optimizer(plain)
-    runner = disco.RunnerState(**dict.fromkeys(disco.RunnerState._fields))._replace(
-        params=learner.params,
-        target_params=learner.target_params,
-        opt_state=optimizer.init(learner.params),
-        meta=disco.MetaState(*learner.meta),
+def start(config):
+    init, train = disco_meta.make_train(config)
+    return init(KEYS), train.lower(None).compile()
+
+
+def first_agent(state):
+    return jax.tree.map(lambda x: x[0, 0], state.agents)
+
+
+def alone(function):
+    """The function as the only device runs it."""
+    program = jax.jit(jax.vmap(function, axis_name="devices", axis_size=1, in_axes=None))
+    return lambda *args: jax.tree.map(lambda x: x[0], program(*args))
+
+
+def rollout(rng, length, num_envs=3):
+    shape = (length, num_envs)
+    return disco.Transition(
+        obs=rng.random((*shape, 3, 3)) < 0.3,
+        action=rng.integers(0, 3, shape),
+        logits=rng.normal(size=(*shape, 3)),
+        reward=rng.normal(size=shape),
+        done=rng.random(shape) < 0.3,
+        reset=rng.random(shape) < 0.2,
+        episode=None,
     )
 
-    def both(batch):
-        expected, _ = disco.learn(runner, batch, weights, agent, optimizer, plain)
-        critic = disco_meta.Critic()
-        found, _ = disco_meta.inner_update(weights, learner, batch, agent, critic, config)
-        return found, expected
 
-    one = jax.vmap(both, axis_name="devices")
-    found, expected = jax.jit(one)(jax.tree.map(lambda x: x[None], batch))
-    for name in ("params", "target_params", "meta"):
-        pairs = zip(
-            jax.tree.leaves(getattr(found, name)),
-            jax.tree.leaves(getattr(expected, name)),
-            strict=True,
-        )
-        for x, y in pairs:
-            np.testing.assert_allclose(x, y, atol=2e-6)
+# -------------------------------------- gradients
+def test_the_optimizer_moves_as_that_of_disco():
+    config = small(lr=0.1, max_update=0.3)
+    ours = disco_meta.make_optimizer(config.lr, config.max_update)
+    plain = disco.make_optimizer(config)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.zeros((3, 4))}
+    states = [ours.init(params), plain.init(params)]
+    for _ in range(5):
+        grads = {"w": jnp.array(rng.normal(size=(3, 4)) * (rng.random((3, 4)) < 0.5))}
+        moves = []
+        for i, optimizer in enumerate((ours, plain)):
+            updates, states[i] = optimizer.update(grads, states[i])
+            moves.append(updates["w"])
+        np.testing.assert_allclose(*moves, rtol=1e-5)
+        assert np.abs(moves[0]).max() <= 0.03 + 1e-7
 
 
 def test_the_meta_gradient_is_that_of_finite_differences():
-    """Through one inner update, in float64, with what takes no gradient held where it is."""
-    config = disco_meta.Config(**SMALL, inner_updates=1)
-    weights = disco.random_weights(0)
-    learner = start(config, weights, 1)[0].agents.learner
-    agent, critic = disco_meta.Agent(3, config), disco_meta.Critic()
-    rng = np.random.default_rng(0)
-
-    def rollout(length):
-        shape = (length, 3)
-        chance = lambda p: rng.random(shape) < p
-        obs, logits = rng.random((*shape, 3, 3, 1)) < 0.3, rng.normal(size=(*shape, 3))
-        action, reward = rng.integers(0, 3, shape), rng.normal(size=shape)
-        return disco_meta.Transition(obs, action, logits, reward, chance(0.3), chance(0.2))
-
-    def alone(function):  # one device
-        program = jax.jit(jax.vmap(function, axis_name="devices", axis_size=1, in_axes=None))
-        return lambda x: jax.tree.map(lambda x: x[0], program(x))
+    """Through one inner update, in float64, with all that takes no gradient held in place."""
+    config = small()
+    agent = first_agent(start(config)[0])
+    meta_net = disco.random_weights(0)
+    network, rng = disco.Agent(3, config), np.random.default_rng(0)
 
     with jax.enable_x64(True):
         double = lambda x: jnp.asarray(x, float if x.dtype == np.float32 else x.dtype)
-        weights = jax.tree.map(double, weights)
-        learner = jax.tree.map(lambda x: double(x[0, 0]), learner)
-        # Some lifetime behind it: at birth the rule's outputs are all zero.
+        meta_net, agent = jax.tree.map(double, (meta_net, agent))
+        # Some lifetime behind it: with a new agent the rule's outputs are all zero.
         memory = {name: jnp.array(rng.normal(size=128)) for name in ("hidden", "cell")}
-        learner = learner._replace(meta=learner.meta._replace(**memory))
-        batch, valid = rollout(4), rollout(5)
+        agent = agent._replace(meta=agent.meta._replace(**memory))
+        batch, valid = rollout(rng, 4), rollout(rng, 5)
         batches = jax.tree.map(lambda x: x[None], batch)
-        unroll = jax.vmap(agent.apply, (None, 0, 0))
 
-        def meta_loss(weights):
-            return disco_meta.meta_loss(weights, learner, batches, valid, agent, critic, config)
+        def meta_loss(meta_net):
+            return disco_meta.meta_loss(meta_net, agent, batches, valid, network, config)
 
-        (loss, (after, _)), grads = alone(jax.value_and_grad(meta_loss, has_aux=True))(weights)
+        (loss, (after, _)), grads = alone(jax.value_and_grad(meta_loss, has_aux=True))(meta_net)
 
-        def parts(weights):
-            """The targets, what they cost, and the agent's gradient."""
-            unroll_all = jax.vmap(agent.apply, (None, 0))
-            out = unroll_all(learner.params, batch.obs)
-            target_out = unroll_all(learner.target_params, batch.obs)
-            rule = (out, target_out, batch, learner.meta, config)
-            hat, values, _ = disco_meta.discovered_rule(weights, *rule)
+        def parts(meta_net):
+            """The regularizer, and the agent's gradient."""
+            online = disco_meta.unroll(network, agent.params, batch.obs)
+            target = disco_meta.unroll(network, agent.target_params, batch.obs)
+            rule = (meta_net, online, target, batch, agent.meta, config)
+            targets, values, _ = disco.disco_rule(*rule)
 
             def loss(params):
-                taken = unroll(params, batch.obs, batch.action)
-                return disco_meta.disco_loss(taken, hat, values.target, batch, config)[0]
+                taken = disco_meta.unroll(network, params, batch.obs, batch.action)
+                return disco.disco_loss(taken, targets, values.q_target, batch, config)[0]
 
-            penalty = disco_meta.regularizer(hat, target_out.logits[:-1])
-            return penalty, jax.grad(loss)(learner.params)
+            penalty = disco_meta.regularizer(targets, target.logits[:-1])
+            return penalty, jax.grad(loss)(agent.params)
 
-        _, first = alone(parts)(weights)
-        logits = unroll(after.params, valid.obs, valid.action).logits
-        _, adv, _ = disco_meta.judge(after.critic, critic, logits, valid, config)
-        mean, std = disco_meta.mean_and_std(after.adv)
-        adv = (adv - mean) / std
+        _, first = alone(parts)(meta_net)
+        logits = disco_meta.unroll(network, after.params, valid.obs).logits
+        _, advantage = disco_meta.judge(after.critic, logits, valid, config)
+        moments = alone(lambda x: after.moments.update(x, config.ema_decay))(advantage)
+        mean, std = moments.mean_and_std()
+        advantage = (advantage - mean) / std
 
-        def reference(weights):
+        def reference(meta_net):
             """The first step of Adam is g / |g|: of the two, only the numerator may move."""
-            penalty, grads = parts(weights)
+            penalty, grads = parts(meta_net)
             move = lambda x, g, at: x - config.lr * g / (np.abs(at) + 1e-8)
-            out = unroll(jax.tree.map(move, learner.params, grads, first), valid.obs, valid.action)
+            params = jax.tree.map(move, agent.params, grads, first)
+            output = disco_meta.unroll(network, params, valid.obs, valid.action)
             entropy = lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1).mean()
-            taken = jax.nn.one_hot(valid.action[:-1], 3) * jax.nn.log_softmax(out.logits[:-1])
-            loss = -(taken.sum(-1) * adv).mean() - 1e-2 * entropy(out.logits[:-1]) + penalty
-            return loss - 1e-3 * (entropy(out.y) + entropy(out.z[:-1]))
+            log_prob = jax.nn.one_hot(valid.action, 3) * jax.nn.log_softmax(output.logits)
+            loss = -(log_prob.sum(-1)[:-1] * advantage).mean()
+            loss += penalty - 1e-2 * entropy(output.logits[:-1])
+            return loss - 1e-3 * (entropy(output.y) + entropy(output.z[:-1]))
 
         reference = alone(reference)
-        np.testing.assert_allclose(reference(weights), loss, rtol=1e-9)
-        for name, grad in grads.items():
-            direction, step = rng.normal(size=grad.shape), 1e-6
-            at = lambda x, name=name, way=direction: {**weights, name: weights[name] + x * way}
-            slope = (reference(at(step)) - reference(at(-step))) / (2 * step)
-            # What goes into the lifetime's memory is first read by the next update.
-            if name.startswith((disco_meta.META, f"{disco_meta.MAIN}/linear_1/")):
+        np.testing.assert_allclose(reference(meta_net), loss, rtol=1e-9)
+        weights, tree = jax.tree.flatten(meta_net)
+        places = jax.tree.leaves(disco.MetaNetwork())
+        names = [f"{place.name}/{part}" for place in places for part in "wb"]
+        for i, (name, grad) in enumerate(zip(names, jax.tree.leaves(grads), strict=True)):
+            direction = rng.normal(size=grad.shape)
+            ends = []
+            for step in (1e-6, -1e-6):
+                moved = [*weights[:i], weights[i] + step * direction, *weights[i + 1 :]]
+                ends.append(reference(jax.tree.unflatten(tree, moved)))
+            slope = (ends[0] - ends[1]) / 2e-6
+            # The lifetime state takes effect at the next update.
+            if name.startswith(("lstm/~/meta_lstm", "lstm/linear_1/")):
                 assert slope == 0 and not grad.any(), name
             else:
                 assert slope != 0, name
                 np.testing.assert_allclose((grad * direction).sum(), slope, rtol=3e-4, atol=1e-9)
 
 
-def start(config, weights, steps):
-    init, train = disco_meta.make_train(config, steps)
-    return init(jax.random.split(jax.random.key(0), jax.device_count()), weights), train
+def test_the_moments_of_the_advantage_are_those_of_the_training_rollouts():
+    """As in the original, against rlax; the validation rollout is only normalized with them."""
+    config = small()
+    agent, rng = first_agent(start(config)[0]), np.random.default_rng(0)
+    network = disco.Agent(3, config)
+    batch, valid = rollout(rng, 4), rollout(rng, 5)
+    inputs = (disco.random_weights(0), agent, jax.tree.map(lambda x: x[None], batch), valid)
+    meta_loss = lambda *inputs: disco_meta.meta_loss(*inputs, network, config)[1]
+    after, metrics = alone(meta_loss)(*inputs)
+
+    @jax.jit
+    def predict(agent, batch):
+        logits = disco_meta.unroll(network, agent.params, batch.obs).logits
+        value = disco.unsquash(disco_meta.unroll(disco_meta.Critic(), agent.critic, batch.obs))
+        taken = jax.nn.one_hot(batch.action, 3)
+        log_prob = (taken * jax.nn.log_softmax(logits)).sum(-1)
+        ratio = jnp.exp(log_prob - (taken * jax.nn.log_softmax(batch.logits)).sum(-1))
+        discount = config.critic_gamma * (1 - batch.done[:-1])
+        steps = (value[:-1], value[1:], batch.reward[:-1], discount, ratio[:-1])
+        vtrace = lambda *steps: rlax.vtrace_td_error_and_advantage(*steps, config.critic_lambda)
+        return log_prob[:-1], jax.vmap(vtrace, 1, 1)(*steps)
+
+    def update(raw, x):
+        return 0.99 * raw + 0.01 * np.array([x.mean(), (x**2).mean()])
+
+    _, vtrace = predict(agent, batch)
+    np.testing.assert_allclose(vtrace.errors, vtrace.pg_advantage, atol=1e-3)  # one set of moments
+    raw = update(np.zeros(2), vtrace.pg_advantage)
+    np.testing.assert_allclose(after.moments.raw, raw, rtol=1e-3)
+    np.testing.assert_allclose(after.moments.decay_product, 0.99, rtol=1e-6)
+    log_prob, vtrace = predict(after, valid)
+    mean, square = update(raw, vtrace.pg_advantage) / (1 - 0.99**2)
+    advantage = (vtrace.pg_advantage - mean) / np.sqrt(square - mean**2)
+    np.testing.assert_allclose(metrics["meta/policy"], -(log_prob * advantage).mean(), rtol=1e-3)
 
 
-def test_a_meta_step_changes_every_weight_and_disco_takes_the_result(tmp_path):
-    path = tmp_path / "meta.npz"
-    config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=1, output=str(path))
-    weights = disco_meta.main(config)
-    before = disco.random_weights(0)
-    unchanged = [name for name in before if (weights[name] == before[name]).all()]
-    assert unchanged == []
-    assert disco.load_weights(str(path)).keys() == before.keys()
-    rows = path.with_suffix(".csv").read_text().splitlines()
-    assert len(rows) == 3 and "nan" not in rows[2]
-    row = dict(zip(rows[0].split(","), map(float, rows[2].split(",")), strict=True))
-    each = [row[f"episode/return/agent{i}"] for i in range(config.num_agents)]
-    assert np.mean(each) == pytest.approx(row["episode/return"])  # episodes of Catch are as long
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_what_cannot_be_written_is_an_error(tmp_path, monkeypatch, capsys):
-    (tmp_path / "file").write_text("not a folder")
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-    monkeypatch.setattr(sys, "argv", ["", *flags, f"--output={tmp_path / 'file' / 'meta.npz'}"])
-    with pytest.raises(SystemExit) as exit_code:  # before anything is compiled
-        disco_meta.cli()
-    assert exit_code.value.code == 2 and "choose another --output" in capsys.readouterr().err
-
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(disco_meta, "replace", full)
-    words = ["--num-meta-steps=1", "--steps-per-call=1", f"--output={tmp_path / 'meta.npz'}"]
-    monkeypatch.setattr(sys, "argv", ["", *flags, *words])
-    with pytest.raises(SystemExit, match="No space left on device; what was saved before is whole"):
-        disco_meta.cli()
-
-
-def test_agents_of_all_ages_start_anew_at_the_end_of_their_lifetime():
-    config = disco_meta.Config(**SMALL, lifetime=4)
-    state, train = start(config, disco.random_weights(0), 1)
+# -------------------------------------- lifetimes
+def test_agents_of_all_ages_are_replaced_at_the_end_of_their_lifetime():
+    config = small(num_meta_steps=6, num_evals=6)
+    state, train = start(config)
     seen = []
     for _ in range(6):
-        seen.append(jax.tree.map(lambda x: np.array(x[0]), state.agents.learner))
+        seen.append(jax.tree.map(lambda x: np.array(x[0]), state.agents))
         state, _ = train(state)
-    ages = [learner.opt_state.count // config.inner_updates for learner in seen]
+    ages = [agents.opt_state[0].count // config.inner_updates for agents in seen]
     np.testing.assert_array_equal(ages, [[0, 0], [1, 1], [2, 2], [3, 1], [4, 2], [1, 3]])
-    # Two updates move a parameter by twice the learning rate at most, a birth by more.
+    # Two updates move a parameter by twice the learning rate at most, a replacement by more.
     most = config.inner_updates * config.lr * config.max_update * 1.01
-    kernel = lambda learner: max(jax.tree.leaves(learner.params), key=np.size)  # [P, ...]
-    moved = np.abs(np.diff([kernel(learner) for learner in seen], axis=0)).max(axis=(2, 3))
-    born = np.diff(ages, axis=0) != 1
-    born[0, 0] = True  # the first begins with the first step
-    np.testing.assert_array_equal(moved > most, born)
+    kernel = lambda agents: agents.params["params"]["torso_0"]["kernel"]  # [P, 9, 8]
+    moved = np.abs(np.diff([kernel(agents) for agents in seen], axis=0)).max(axis=(2, 3))
+    replaced = np.diff(ages, axis=0) != 1
+    replaced[0, 0] = True  # the first lifetime begins with the first step
+    np.testing.assert_array_equal(moved > most, replaced)
 
 
-def test_meta_training_goes_on_where_it_ended(tmp_path, monkeypatch, capsys):
-    """Two calls in one run, or in two with Ctrl-C between: the same bits, and the same curve."""
-    whole, parts = (str(tmp_path / name) for name in ("whole.npz", "parts.npz"))
-    config = disco_meta.Config(**SMALL, num_meta_steps=2, steps_per_call=1, output=whole)
-    expected = disco_meta.main(config)
-    config = dataclasses.replace(config, output=parts)
-    replace = disco_meta.replace
+# ------------------------------------- run folder
+def read_rows(run_dir):
+    with open(run_dir / "metrics.csv", newline="") as file:
+        return list(csv.DictReader(file))
 
-    def interrupted(path, content):
-        replace(path, content)
-        if path.suffix == ".msgpack":  # the last of the files
-            signal.raise_signal(signal.SIGINT)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(disco_meta, "replace", interrupted)
-        flags = [f"--{name.replace('_', '-')}={value}" for name, value in SMALL.items()]
-        flags += ["--num-meta-steps=2", "--steps-per-call=1", f"--output={parts}"]
-        patch.setattr(sys, "argv", ["disco_meta.py", *flags])
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-        with pytest.raises(SystemExit) as exit_code:
-            disco_meta.cli()
-        signal.signal(signal.SIGINT, handler)
-    assert exit_code.value.code == 130 and "--resume" in capsys.readouterr().out
-    assert len((tmp_path / "parts.csv").read_text().splitlines()) == 2
-    with pytest.raises(disco_meta.ConfigError, match="meta_lr"):
-        disco_meta.main(dataclasses.replace(config, resume=True, meta_lr=0.5))
-    found = disco_meta.main(dataclasses.replace(config, resume=True))
-    assert found.keys() == expected.keys()
-    for name in expected:
-        np.testing.assert_array_equal(found[name], expected[name])
-    curves = [(tmp_path / name).read_text() for name in ("whole.csv", "parts.csv")]
-    assert curves[0] == curves[1] and len(curves[0].splitlines()) == 3
-    assert disco.load_weights(parts).keys() == disco.load_weights(whole).keys()
-    (tmp_path / "parts.msgpack").write_bytes(b"cut")
-    with pytest.raises(disco_meta.ConfigError, match="parts.msgpack is missing, cut short"):
-        disco_meta.main(dataclasses.replace(config, resume=True))
+def test_a_run_trains_every_weight_and_disco_takes_the_result(tmp_path):
+    config = small(run_dir=str(tmp_path / "run"))
+    code, out, err = run(disco_meta, *flags(config))
+    assert code == 0, err
+    assert {path.name for path in (tmp_path / "run").iterdir()} == FILES
+    assert "weights.npz" in out
+    before, after = disco.random_weights(0), disco.load_weights(str(tmp_path / "run/weights.npz"))
+    assert all((x != y).any() for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True))
+    rows = read_rows(tmp_path / "run")
+    assert [(row["update"], row["seed"], row["env_steps"]) for row in rows] == [
+        *(("1", "0", "39"), ("1", "1", "39"), ("2", "0", "78"), ("2", "1", "78")),
+    ]
+    names = {"meta/loss", "meta/policy", "meta/entropy", "meta/grad_norm", "episode/return"}
+    names |= {"loss/total", "policy/entropy", "optim/grad_norm", "eval/return", "time/sps"}
+    assert names <= rows[0].keys() and np.isfinite([float(rows[3][name]) for name in names]).all()
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["script"] == "disco_meta" and summary["env_steps"] == 78
+    returns = [float(row["eval/return"]) for row in rows[2:]]
+    np.testing.assert_allclose(summary["eval_return_per_seed"], returns)
+
+
+def test_a_killed_run_continues_to_the_same_bytes_and_can_be_extended(tmp_path, monkeypatch):
+    """Interrupted before and after each file of the first call."""
+    twin, path = tmp_path / "twin", tmp_path / "run"
+    assert run(disco_meta, *flags(small(run_dir=str(twin))))[0] == 0
+    write = disco.write
+    for name in ("metrics.csv", "weights.npz", "checkpoint.msgpack"):
+        for after in (False, True):
+
+            def interrupt(path, content, name=name, after=after):
+                if path.name != name or after:
+                    write(path, content)
+                if path.name == name:
+                    raise KeyboardInterrupt
+
+            with monkeypatch.context() as patch:
+                patch.setattr(disco, "write", interrupt)
+                patch.setattr(disco_meta, "write", interrupt)
+                code, _, _ = run(disco_meta, *flags(small(run_dir=str(path))))
+            assert code.startswith("interrupted: continue with --run-dir")
+            assert path.joinpath("checkpoint.msgpack").exists() == (
+                after and name == "checkpoint.msgpack"
+            )
+    code, _, err = run(disco_meta, "--run-dir", path)  # options from config.json
+    assert code == 0, err
+    assert learned(path) == learned(twin)
+    assert (path / "weights.npz").read_bytes() == (twin / "weights.npz").read_bytes()
+
+    code, _, err = run(disco_meta, "--run-dir", path, "--meta-lr", "0.5")
+    assert code == 2 and f"{path} has meta_lr = 0.001, not 0.5" in err
+    longer = ("--num-meta-steps", 3, "--num-evals", 3)
+    code, _, err = run(disco_meta, "--run-dir", path, *longer)
+    assert code == 0 and len(read_rows(path)) == 6, err
+    (path / "checkpoint.msgpack").write_bytes(b"cut")
+    code, _, err = run(disco_meta, "--run-dir", path)
+    assert code == 2 and "checkpoint.msgpack is damaged or does not fit" in err
+
+
+def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
+    """The gradient of the second call is NaN."""
+    config = small(run_dir=str(tmp_path))
+    init, train = disco_meta.make_train(config)
+    compiled, calls = train.lower(None).compile(), []
+
+    def diverging(state):
+        state, metrics = compiled(state)
+        calls.append(jax.tree.map(np.array, state.meta_net))
+        if len(calls) == 2:
+            metrics["meta/grad_norm"] *= np.nan
+        return state, metrics
+
+    lowered = types.SimpleNamespace(compile=lambda: diverging)
+    train = types.SimpleNamespace(lower=lambda state: lowered)
+    monkeypatch.setattr(disco_meta, "make_train", lambda config: (init, train))
+    code, _, _ = run(disco_meta, *flags(config))
+    assert code == "error: meta step 2 is not finite: lower meta_lr"
+    assert not (tmp_path / "summary.json").exists()
+    weights = (tmp_path / "weights.npz").read_bytes()
+    assert weights == disco_meta.weights_file(calls[0])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--lr", "nan"], "lr = nan: must lie between"),
+        (["--meta-lr", "-1"], "meta_lr = -1.0: must lie between"),
+        (["--critic-gamma", "1.5"], "critic_gamma = 1.5: must lie between 0 and 1"),
+        (["--valid-steps", "1"], "valid_steps = 1: must lie between 2"),
+        (["--env-id", "Catsh-8x8"], "unknown env_id Catsh-8x8: the nearest are Catch-8x8"),
+        (["--weights", "missing.npz"], "cannot read missing.npz"),
+        (["--num-evals", "3"], "num_meta_steps = 2 < num_evals = 3"),
+        (["--run-dir", "/dev/null/run"], "/dev/null/run"),
+    ],
+)
+def test_a_wrong_input_is_an_error_before_compiling(words, message, monkeypatch):
+    def compile(*args):
+        raise AssertionError("compiles")
+
+    monkeypatch.setattr(disco, "restore", compile)  # it comes next
+    code, _, err = run(disco_meta, *flags(small()), *words)
+    assert code == 2 and message in err and "Traceback" not in err
+
+
+def test_it_starts_from_released_and_from_own_weights(tmp_path, monkeypatch):
+    meta_net = disco.random_weights(3)
+    (tmp_path / "own.npz").write_bytes(
+        disco_meta.weights_file(jax.tree.map(lambda x: x[None], meta_net))
+    )
+    own = disco_meta.load_weights(small(weights=str(tmp_path / "own.npz")))
+    jax.tree.map(np.testing.assert_array_equal, own, meta_net)
+    seeded = disco_meta.load_weights(small(seed=3))
+    jax.tree.map(np.testing.assert_array_equal, seeded, meta_net)
+    monkeypatch.setattr(disco, "load_weights", lambda source: {"": "Disco103"}[source])
+    assert disco_meta.load_weights(small(weights="disco103")) == "Disco103"
+
+
+def test_environments_of_gymnax_train_too():
+    """Traced only: the program differs in nothing but the environment."""
+    config = small(env_id="CartPole-v1", num_meta_steps=1, num_evals=1)
+    init, train = MAKE_TRAIN(config)
+    state = jax.eval_shape(init, KEYS)
+    assert state.agents.runner.obs.shape == (1, 2, 3, 4)
+    after, metrics = jax.eval_shape(train, state)
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+    assert {x.shape for x in metrics.values()} == {(1, 1, 2)}

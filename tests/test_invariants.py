@@ -1,5 +1,7 @@
-"""What holds for every update of every script, whatever it learns."""
+"""Invariants of every script, whatever it learns."""
 
+import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -13,9 +15,9 @@ import numpy as np
 import pytest
 import xminigrid
 from conftest import ROOT, SCRIPTS, load_script, with_devices
-from probes import look, probe_config, probes_for, start, to_numpy
+from probes import look, make_player, probe_config, probes_for, start, to_numpy
 
-TIMES = list(range(7))  # what Clock shows, the final observation of a time limit included
+TIMES = list(range(7))  # states of Clock, with the final observation of a time limit
 
 
 def assert_same(actual, expected):
@@ -32,38 +34,47 @@ def of_seed(tree, seed, device=0):
     return jax.tree.map(lambda x: x[device, seed], tree)
 
 
-# -------------------------------------------------------------------------------- a few updates
+def values_of(metrics):
+    """Metrics of the only update of the only seed."""
+    return {name: float(x[0, 0, 0]) for name, x in metrics.items()}
+
+
+# ---------------------------------- a few updates
 @pytest.fixture(scope="module")
 def recorded(module):
-    """Eight updates of one epoch of one minibatch each, and what went into `compute_gae`.
+    """Eight updates of one epoch of one minibatch each, with inputs and target of `compute_gae`.
 
-    The parameters stay as they are, so that the memory of an episode that began before an update
-    can be computed anew, but are larger than the initial ones: the policy is far from uniform, and
-    depends on what it sees and remembers.
+    The parameters stay constant, so that the memory of an episode that began before an update can
+    be recomputed, but are larger than the initial ones: the policy is far from uniform, and depends
+    on the observation and the memory.
     """
-    records, rng = [], np.random.default_rng(0)
+    records = []
+    rng = np.random.default_rng(0)
     compute_gae = module.compute_gae
-    names = ("reward", "value", "next_value", "terminated", "done")
+    names = ("reward", "value", "next_value", "terminated", "done", "target")
 
     def record(*args):
         store = lambda *arrays: records.append(dict(zip(names, to_numpy(arrays), strict=True)))
-        jax.debug.callback(store, *args[:5])
-        return compute_gae(*args)
+        advantage, target = compute_gae(*args)
+        jax.debug.callback(store, *args[:5], target)
+        return advantage, target
 
     with probes_for(module) as patch:
         patch.setattr(module, "compute_gae", record)
-        config = probe_config(
-            module, "Clock", num_envs=8, update_epochs=1, num_minibatches=1, lr=1e-12
-        )
-        state, train = start(module, config, 1)
+        sizes = {"num_envs": 8, "total_timesteps": 8 * 32, "num_evals": 8}
+        sizes |= {"update_epochs": 1, "num_minibatches": 1}
+        config = probe_config(module, "Clock", lr=1e-12, **sizes)
+        state, train = start(module, config)
         noise = lambda x: x + jnp.array(rng.normal(scale=0.5, size=x.shape), x.dtype)
-        state.params["params"] = jax.tree.map(noise, state.params["params"])
-        policies, metrics = [], []
+        weights = jax.tree.map(noise, state.params["params"])
+        state = state._replace(params={**state.params, "params": weights})
+        policies = []
+        metrics = []
         for _ in range(8):
             policies.append(of_seed(to_numpy(state.params), 0))
             state, measured = train(state)
             jax.effects_barrier()
-            metrics.append({name: float(x[0, 0, 0]) for name, x in measured.items()})
+            metrics.append(values_of(measured))
         records = {name: np.concatenate([r[name] for r in records]) for name in names}  # [T, N]
         times = np.zeros(records["done"].shape, int)
         for t in range(len(times) - 1):
@@ -77,7 +88,7 @@ def test_first_minibatch_has_ratio_one(recorded):
     for measured in metrics:
         assert abs(measured["policy/approx_kl"]) < 5e-7
         assert measured["policy/clip_fraction"] == 0
-        assert abs(measured["loss/policy"]) < 1e-5  # minus the mean of the normalised advantage
+        assert abs(measured["loss/policy"]) < 1e-5  # minus the mean of the normalized advantage
 
 
 def test_rollout_has_ends_of_every_kind(recorded):
@@ -99,7 +110,7 @@ def test_bootstrap_is_the_value_of_the_true_next_observation(recorded):
     assert np.abs(expected - values[update, 0])[cut].min() > 1e-3  # not that of the next episode
 
 
-def test_episode_metrics(recorded):
+def test_metrics_of_a_rollout(recorded):
     config, metrics, records, times, _ = recorded
     for update, measured in enumerate(metrics):
         part = slice(update * config.num_steps, (update + 1) * config.num_steps)
@@ -112,36 +123,55 @@ def test_episode_metrics(recorded):
             returns = lengths * (lengths + 1) / 2  # 1 + 2 + ...
             np.testing.assert_allclose(measured["episode/length"], lengths.mean(), rtol=1e-6)
             np.testing.assert_allclose(measured["episode/return"], returns.mean(), rtol=1e-6)
+        error = (records["target"] - records["value"])[part]
+        explained = 1 - error.var() / records["target"][part].var()
+        np.testing.assert_allclose(measured["value/explained_variance"], explained, rtol=1e-4)
         others = {name: x for name, x in measured.items() if not name.startswith("episode/")}
         assert np.isfinite(list(others.values())).all(), others
 
 
-# ------------------------------------------------------------------------------ calls and seeds
+# -------------------------------- calls and seeds
+def key_after(key, config, updates):
+    """The key of a seed before its evaluation: each update splits one key per epoch off."""
+    for _ in range(updates):
+        key = jax.random.split(key, 1 + config.update_epochs)[0]
+    return np.array(key)
+
+
 @pytest.fixture(scope="module")
 def calls(module):
-    """The state after four updates: in one call, again, with another seed 1, and in two calls."""
-    if module.SCRIPT == "ppo_ff":  # one of them as users run it
+    """The state after four updates: in one call, again, with another seed 1, and in two calls.
+
+    The two calls evaluate greedily. The evaluation between them draws a key, which is put back.
+    """
+    if module.SCRIPT == "ppo_ff":  # one script as users run it
         jax.config.update("jax_disable_most_optimizations", False)
     with probes_for(module):
-        config = probe_config(module, "Clock", num_seeds=2, total_timesteps=64, lr=1e-2)
+        config = probe_config(
+            module, "Clock", num_seeds=2, total_timesteps=64, num_evals=1, lr=1e-2
+        )
         assert config.num_updates == 4
-        first, train = start(module, config)
-        again, _ = start(module, config)
-        init, half = module.make_train(config, 2)
-        key = jax.random.split(jax.random.key(0), 1)
-        before = to_numpy(first)
-        whole, metrics = train(first)
-        other = jax.tree.map(lambda x: x.at[:, 1].multiply(2.0), init(key).params)
+        init, train, *_ = module.make_train(config)
+        greedy = dataclasses.replace(config, num_evals=2, eval_greedy=True)
+        _, half, *_ = module.make_train(greedy)
+        device_keys = jax.random.split(jax.random.key(0), 1)
+        before = to_numpy(init(device_keys))
+        other = jax.tree.map(lambda x: x.at[:, 1].multiply(2.0), init(device_keys).params)
         result = {
             "before": before,
-            "whole": (whole, metrics),
-            "again": train(again),
-            "other": train(init(key)._replace(params=other)),
+            "whole": train(init(device_keys)),
+            "again": train(init(device_keys)),
+            "other": train(init(device_keys)._replace(params=other)),
         }
-        state, first_metrics = half(init(key))
-        state, second_metrics = half(state)
+        first, first_metrics = to_numpy(half(init(device_keys)))
+        keys = np.array([key_after(key, config, 2) for key in before.key[0]])
+        second, second_metrics = half(first._replace(key=keys[None]))
         join = lambda x, y: np.concatenate([x, y], axis=1)
-        result["halves"] = state, jax.tree.map(join, first_metrics, second_metrics)
+        result["halves"] = second, jax.tree.map(join, first_metrics, to_numpy(second_metrics))
+        result["actions"] = [
+            look(module, greedy, of_seed(to_numpy(second.params), seed), TIMES[:5])[0]
+            for seed in (0, 1)
+        ]
     jax.config.update("jax_disable_most_optimizations", True)
     return {name: to_numpy(x) for name, x in result.items()}
 
@@ -151,7 +181,33 @@ def test_training_is_deterministic(calls):
 
 
 def test_one_call_is_the_same_as_two_of_half_the_length(calls):
-    assert_same(calls["halves"], calls["whole"])
+    """Bit for bit, but for the evaluations."""
+    state, metrics = calls["halves"]
+    expected, expected_metrics = calls["whole"]
+    evaluation = ("best", "eval_return", "best_return", "absolute_return")
+    ignored = dict.fromkeys(evaluation)
+    assert_same(state._replace(**ignored), expected._replace(**ignored))
+    for name, x in expected_metrics.items():
+        if name != "eval/return":
+            np.testing.assert_array_equal(metrics[name], x, err_msg=name)
+
+
+def test_evaluation_is_measured_after_the_last_update_of_a_call(calls):
+    for name, rows in (("whole", [3]), ("halves", [1, 3])):
+        state, metrics = calls[name]
+        measured = np.isfinite(metrics["eval/return"])  # [D, updates, S]
+        np.testing.assert_array_equal(measured.all((0, 2)), np.isin(range(4), rows))
+        np.testing.assert_array_equal(measured.any((0, 2)), np.isin(range(4), rows))
+        np.testing.assert_array_equal(metrics["eval/return"][:, 3], state.eval_return)
+
+
+def test_greedy_evaluation_by_hand(calls):
+    """Clock gives 1 + ... + 5 if the most likely action at time 4 is 1, and 6 more if not."""
+    state, _ = calls["halves"]
+    expected = [15 if actions[4] > 0.5 else 21 for actions in calls["actions"]]
+    np.testing.assert_array_equal(state.eval_return[0], expected)
+    whole, _ = calls["whole"]
+    assert (whole.eval_return != state.eval_return).any()  # of sampled actions
 
 
 def test_seeds_are_different_agents(calls):
@@ -160,14 +216,13 @@ def test_seeds_are_different_agents(calls):
         assert (state.key[:, 0] != state.key[:, 1]).any()
 
 
-def test_seeds_do_not_touch_each_other(calls):
-    for i in (0, 1):  # state, metrics
-        seed = (lambda s: lambda x: x[:, s]) if i == 0 else (lambda s: lambda x: x[:, :, s])
-        assert_same(
-            jax.tree.map(seed(0), calls["other"][i]), jax.tree.map(seed(0), calls["whole"][i])
-        )
-    whole, other = (of_seed(calls[name][0].params["params"], 1) for name in ("whole", "other"))
-    assert differs(whole, other)
+def test_seeds_are_independent(calls):
+    whole, metrics = calls["whole"]
+    other, other_metrics = calls["other"]
+    assert_same(of_seed(other, 0), of_seed(whole, 0))
+    first = lambda x: x[:, :, 0]
+    assert_same(jax.tree.map(first, other_metrics), jax.tree.map(first, metrics))
+    assert differs(of_seed(whole.params["params"], 1), of_seed(other.params["params"], 1))
 
 
 def test_training_changes_every_parameter(calls):
@@ -183,35 +238,197 @@ def test_metrics_do_not_grow_with_the_rollout(module):
         shapes = []
         for num_envs, num_steps in ((4, 4), (8, 4), (4, 16)):
             sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_seeds": 2}
-            init, train = module.make_train(probe_config(module, "Clock", **sizes), 3)
+            sizes["total_timesteps"] = 6 * num_envs * num_steps
+            init, train, *_ = module.make_train(probe_config(module, "Clock", **sizes))
             key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
             state = jax.eval_shape(init, key)
             _, metrics = jax.eval_shape(train, state)
             assert {(x.shape, str(x.dtype)) for x in metrics.values()} == {((1, 3, 2), "float32")}
             shapes.append(jax.tree.map(lambda x: x.shape, state))
-    assert shapes[2] == shapes[0]  # nor does what one update hands to the next
+    assert shapes[2] == shapes[0]  # nor does the carry between updates
 
 
-# ------------------------------------------------------------------------------------ target_kl
+def test_sweep_over_traced_numbers_is_that_of_separate_runs(module):
+    """init_seed and train_seed vmapped over fields of Config."""
+    numbers = {"lr": [1e-2, 1e-3], "ent_coef": [0.0, 0.3], "gamma": [0.9, 0.8]}
+    with probes_for(module):
+        config = probe_config(module, "Clock", total_timesteps=64)
+        device_keys = jax.random.split(jax.random.key(0), 1)
+        seed_key = jax.random.split(jax.random.key_data(device_keys[0]), 1)[0]
+
+        def run(key, numbers):
+            swept = dataclasses.replace(config, **numbers)
+            _, _, init_seed, train_seed = module.make_train(swept)
+            return train_seed(init_seed(key))
+
+        sweep = jax.pmap(jax.vmap(run, (None, 0)), "devices", in_axes=(0, None))
+        arrays = {name: jnp.array(values) for name, values in numbers.items()}
+        state, metrics = to_numpy(sweep(seed_key[None], arrays))
+        alone = dataclasses.replace(config, **{name: values[1] for name, values in numbers.items()})
+        alone_state, train = start(module, alone)
+        alone_state, alone_metrics = to_numpy(train(alone_state))
+    close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
+    jax.tree.map(close, of_seed(state, 1), of_seed(alone_state, 0))
+    for name, x in alone_metrics.items():
+        np.testing.assert_allclose(metrics[name][0, 1], x[0, :, 0], atol=1e-5, err_msg=name)
+    assert differs(of_seed(state.params["params"], 0), of_seed(state.params["params"], 1))
+
+
+# ------------------------------------- evaluation
+@pytest.fixture(scope="module")
+def evaluated(module):
+    """Six calls of one update of two seeds: states before and after each, metrics, reset keys."""
+    reset_keys = []
+    with probes_for(module):
+        make_env = module.make_env
+
+        def make_recorded_env(config):
+            env_reset, *rest = make_env(config)
+
+            def reset(key):
+                jax.debug.callback(lambda data: reset_keys.append(tuple(map(int, data))), key)
+                return env_reset(key)
+
+            return reset, *rest
+
+        # The first update ends the first episode of each environment, and no other.
+        sizes = {"num_steps": 6, "total_timesteps": 6 * 24, "num_evals": 6, "eval_episodes": 5}
+        config = probe_config(module, "Clock", num_seeds=2, lr=0.02, **sizes)
+        with pytest.MonkeyPatch.context() as recording:
+            recording.setattr(module, "make_env", make_recorded_env)
+            state, train = start(module, config)
+            states = [to_numpy(state)]
+            metrics = []
+            for _ in range(6):
+                state, measured = train(state)
+                states.append(to_numpy(state))
+                metrics.append(to_numpy(measured))
+            jax.effects_barrier()
+    return config, states, metrics, reset_keys
+
+
+def play_evaluation(play, params, key, episodes):
+    """The mean return of full episodes in a Python loop, and the key after it."""
+    key, eval_key = jax.random.split(key)
+    return np.mean([play(params, k)[0] for k in jax.random.split(eval_key, episodes)]), key
+
+
+def test_evaluation_is_that_of_a_python_loop(module, evaluated):
+    config, states, metrics, _ = evaluated
+    with probes_for(module):
+        play = make_player(module, config)
+    for seed in (0, 1):
+        for before, after, measured in zip(states[:5], states[1:6], metrics[:5], strict=True):
+            key = key_after(before.key[0, seed], config, 1)
+            params = of_seed(after.params, seed)
+            expected, key = play_evaluation(play, params, key, config.eval_episodes)
+            np.testing.assert_allclose(after.eval_return[0, seed], expected, rtol=1e-6)
+            assert measured["eval/return"][0, 0, seed] == after.eval_return[0, seed]
+            np.testing.assert_array_equal(after.key[0, seed], key)
+
+
+def test_absolute_return_is_that_of_the_best_after_the_last_update(module, evaluated):
+    """Ten rounds of new episodes of the best parameters, in a Python loop."""
+    config, states, _, _ = evaluated
+    with probes_for(module):
+        play = make_player(module, config)
+    before, last = states[-2:]
+    for state in states[:-1]:
+        assert (state.absolute_return == 0).all()
+    for seed in (0, 1):
+        key = key_after(before.key[0, seed], config, 1)
+        params = of_seed(last.params, seed)
+        eval_return, key = play_evaluation(play, params, key, config.eval_episodes)
+        np.testing.assert_allclose(last.eval_return[0, seed], eval_return, rtol=1e-6)
+        rounds = []
+        for _ in range(10):
+            best = of_seed(last.best, seed)
+            result, key = play_evaluation(play, best, key, config.eval_episodes)
+            rounds.append(result)
+        np.testing.assert_allclose(last.absolute_return[0, seed], np.mean(rounds), rtol=1e-6)
+        np.testing.assert_array_equal(last.key[0, seed], key)
+
+
+def test_best_parameters_are_those_of_the_best_evaluation(evaluated):
+    _, states, _, _ = evaluated
+    assert (states[0].best_return == -np.inf).all()
+    for seed in (0, 1):
+        returns = np.array([state.eval_return[0, seed] for state in states[1:]])
+        best = [np.argmax(returns[: i + 1]) for i in range(6)]  # the first of equals
+        assert 0 < best[-1] < 5 and len(set(best)) > 1, returns  # not trivial
+        for i, state in enumerate(states[1:]):
+            assert state.best_return[0, seed] == returns[best[i]]
+            assert_same(of_seed(state.best, seed), of_seed(states[1 + best[i]].params, seed))
+    assert differs(of_seed(states[-1].best, 0), of_seed(states[-1].params, 0))
+
+
+def test_training_and_evaluation_share_one_step(module, evaluated):
+    """The first training episode of each environment, in the Python loop of evaluations."""
+    config, states, metrics, _ = evaluated
+    with probes_for(module):
+        play = make_player(module, config)
+    seed_keys = jax.random.split(jax.random.key_data(jax.random.split(jax.random.key(0), 1)[0]), 2)
+    for seed, seed_key in enumerate(seed_keys):
+        _, runner_key, _ = jax.random.split(seed_key, 3)
+        params = of_seed(states[0].params, seed)
+        episodes = [play(params, key) for key in jax.random.split(runner_key, config.num_envs)]
+        measured = {name: x[0, 0, seed] for name, x in metrics[0].items()}
+        assert measured["episode/count"] == config.num_envs
+        expected_return, expected_length = np.mean(episodes, 0)
+        np.testing.assert_allclose(measured["episode/return"], expected_return, rtol=1e-6)
+        np.testing.assert_allclose(measured["episode/length"], expected_length, rtol=1e-6)
+
+
+def test_no_episode_starts_twice(evaluated):
+    """Training and all evaluations of both seeds draw different keys."""
+    config, _, _, reset_keys = evaluated
+    episodes = config.num_envs + (6 + 10) * config.eval_episodes
+    assert len(reset_keys) == len(set(reset_keys)) == 2 * episodes
+
+
+# -------------------------------------- target_kl
 def test_target_kl_ends_the_epochs_of_each_seed_by_itself(module):
-    def after_one_update(**changes):
-        config = probe_config(module, "Clock", num_seeds=2, lr=1e-2, **changes)
-        state, train = start(module, config, 1)
-        return to_numpy(train(state))
+    """Seeds with a large and a small learning rate: the KL of the first ones exceeds the target."""
+    sizes = {"num_seeds": 6, "total_timesteps": 16, "num_evals": 1, "eval_episodes": 1}
+    lr = jnp.array([1e-2, 1e-5] * 3)
+
+    def updater(update_epochs):
+        """Returns update(target_kl) -> state, metrics of all seeds after one update."""
+        config = probe_config(module, "Clock", update_epochs=update_epochs, **sizes)
+
+        def run(state, lr, target_kl):
+            limited = dataclasses.replace(config, lr=lr, target_kl=target_kl)
+            _, _, _, train_seed = module.make_train(limited)
+            return train_seed(state)
+
+        run_seeds = jax.pmap(jax.vmap(run, (0, 0, None)), "devices", in_axes=(0, None, None))
+        return lambda target_kl: to_numpy(run_seeds(initial, lr, jnp.float32(target_kl)))
+
+    def assert_close(actual, expected, seeds):
+        """Parameters, Adam's state and metrics."""
+        close = lambda x, y: np.testing.assert_allclose(x[0, seeds], y[0, seeds], atol=1e-6)
+        for field in ("params", "opt_state"):
+            jax.tree.map(close, getattr(actual[0], field), getattr(expected[0], field))
+        for name, x in expected[1].items():
+            if name != "eval/return":  # of another key
+                close(actual[1][name], x)
 
     with probes_for(module):
-        one, metrics = after_one_update(update_epochs=1)
-        kl = metrics["policy/approx_kl"][0, 0]  # [S]
-        target = float(kl.mean())
-        assert abs(kl[0] - kl[1]) > 0.02 * target > 0
-        mixed, _ = after_one_update(update_epochs=2, target_kl=target)
-    stopped, went_on = np.argmax(kl), np.argmin(kl)
-    close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6)
-    jax.tree.map(close, of_seed(mixed, stopped), of_seed(one, stopped))
-    assert differs(*(of_seed(state.params["params"], went_on) for state in (mixed, one)))
+        initial, _ = start(module, probe_config(module, "Clock", **sizes))
+        one = updater(1)(np.inf)
+        update_thrice = updater(3)
+        three = update_thrice(np.inf)
+        kl = one[1]["policy/approx_kl"][0, :, 0]  # [S] of the first epoch
+        stopped = np.array(lr) > 1e-3
+        target = 0.99 * float(kl[stopped].min())
+        assert three[1]["policy/approx_kl"][0, ~stopped].max() < target
+        limited = update_thrice(target)
+    assert_close(limited, one, stopped)
+    assert_close(limited, three, ~stopped)
+    assert differs(one[0].params["params"], three[0].params["params"])
 
 
-# -------------------------------------------------------------------------------- many devices
+# ----------------------------------- many devices
 MANY_DEVICES = """
 import sys
 
@@ -226,60 +443,72 @@ assert jax.local_device_count() == devices
 for script in scripts:
     module = load_script(script)
     with probes_for(module):
-        sizes = {"num_envs": 4 * devices, "total_timesteps": 48 * devices}
-        config = probe_config(module, "Clock", num_seeds=2, lr=1e-3, **sizes)
-        init, train = module.make_train(config)
+        sizes = {"num_envs": 4 * devices, "total_timesteps": 64 * devices}
+        sizes["eval_episodes"] = 4 * devices
+        config = probe_config(module, "Clock", num_seeds=2, lr=1e-2, **sizes)
+        init, train, *_ = module.make_train(config)
         key = jax.random.key(0)
         same = jax.random.wrap_key_data(np.stack([jax.random.key_data(key)] * devices))
         for name, keys in (("same", same), ("different", jax.random.split(key, devices))):
-            state, metrics = train(init(keys))
+            state, _ = train(init(keys))
+            state, metrics = train(state)
             leaves = jax.tree_util.tree_leaves_with_path((to_numpy(state), to_numpy(metrics)))
             arrays = {jax.tree_util.keystr(path): x for path, x in leaves}
             np.savez(f"{folder}/{script}_{name}.npz", **arrays)
 """
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def many_devices(request, tmp_path_factory):
-    """State and metrics [D, ...] of each script, by path, on emulated devices.
+@pytest.fixture(scope="module")
+def many_devices(tmp_path_factory):
+    """Returns load(devices, script, keys): state and metrics [D, ...] after two calls, by path.
 
-    Started from one key for all, which makes the devices copies of each other, and from many.
+    On emulated devices, all started from the "same" key, which makes them copies of each other, or
+    from "different" ones.
     """
-    folder = tmp_path_factory.mktemp("many_devices")
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
-    environment = with_devices(request.param) | {"PYTHONPATH": paths}
-    arguments = [str(request.param), str(folder), *SCRIPTS]
-    command = [sys.executable, "-W", "ignore", "-c", MANY_DEVICES, *arguments]
-    subprocess.run(command, env=environment, check=True, timeout=400)
-    names = ("same", "different")
-    return {(s, n): dict(np.load(folder / f"{s}_{n}.npz")) for s in SCRIPTS for n in names}
+
+    @functools.cache
+    def run(devices):
+        folder = tmp_path_factory.mktemp("many_devices")
+        paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+        environment = with_devices(devices) | {"PYTHONPATH": paths}
+        arguments = [str(devices), str(folder), *SCRIPTS]
+        command = [sys.executable, "-W", "ignore", "-c", MANY_DEVICES, *arguments]
+        subprocess.run(command, env=environment, check=True, timeout=400)
+        return folder
+
+    return lambda devices, script, keys: dict(np.load(run(devices) / f"{script}_{keys}.npz"))
 
 
-def test_devices_hold_the_same_network(many_devices, module):
-    arrays = many_devices[module.SCRIPT, "different"]
-    shared = (".params", ".opt_state", ".update", ".return_stats", "['")
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_hold_the_same_network(many_devices, module, devices):
+    arrays = many_devices(devices, module.SCRIPT, "different")
+    shared = (".params", ".opt_state", ".update", ".return_stats", ".best", "['")
+    shared += (".eval_return", ".absolute_return")
     for path, x in arrays.items():
         field = path.removeprefix("[0]").removeprefix("[1]")
         if field.startswith(shared):
             np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape), err_msg=path)
-    assert len([path for path in arrays if path.startswith("[1]")]) == 12  # the metrics
+    assert len([path for path in arrays if path.startswith("[1]")]) == 13  # the metrics
 
 
-def test_devices_have_different_environments(many_devices, module):
-    arrays = many_devices[module.SCRIPT, "different"]
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_have_different_environments(many_devices, module, devices):
+    arrays = many_devices(devices, module.SCRIPT, "different")
     different = [path for path, x in arrays.items() if (x[0] != x[1]).any()]
     assert "[0].key" in different and any("env_state" in path for path in different)
 
 
-def test_copies_of_a_device_learn_what_one_learns(many_devices, module):
-    """All that is averaged over the devices: means, variances, gradients, metrics."""
-    arrays = many_devices[module.SCRIPT, "same"]
-    devices = len(arrays["[0].key"])
+@pytest.mark.parametrize("devices", [2, 4])
+def test_copies_of_a_device_learn_what_one_learns(many_devices, module, devices):
+    """Means, variances, gradients, metrics and evaluations are averages over the devices."""
+    arrays = many_devices(devices, module.SCRIPT, "same")
+    assert len(arrays["[0].key"]) == devices
     with probes_for(module):
-        changes = {"num_envs": 4, "num_seeds": 2, "total_timesteps": 48, "lr": 1e-3}
+        changes = {"num_seeds": 2, "total_timesteps": 64, "lr": 1e-2}
         config = probe_config(module, "Clock", **changes)
-        init, train = module.make_train(config)
-        result = train(init(jax.random.key(0)[None]))
+        init, train, *_ = module.make_train(config)
+        state, _ = train(init(jax.random.key(0)[None]))
+        result = train(state)
     for path, x in jax.tree_util.tree_leaves_with_path(to_numpy(result)):
         path = jax.tree_util.keystr(path)
         is_sum = path.endswith(".count") and "stats" in path or "episode/count" in path
@@ -288,12 +517,14 @@ def test_copies_of_a_device_learn_what_one_learns(many_devices, module):
             np.testing.assert_allclose(arrays[path][device], expected, atol=2e-5, err_msg=path)
 
 
-# ----------------------------------------------------------------------------------- statistics
+# ------------------------------------- statistics
 def test_statistics_are_those_of_all_that_was_seen(monkeypatch):
-    """Observations, and discounted returns with the last reward of each episode in them."""
+    """Observations, and discounted returns that include the last reward of each episode."""
     module = load_script("ppo_obs_norm")
-    seen, rewards = {1: [], 2: []}, []
-    update_moments, compute_gae = module.update_moments, module.compute_gae
+    seen = {1: [], 2: []}
+    rewards = []
+    update_moments = module.update_moments
+    compute_gae = module.compute_gae
 
     def record_batch(moments, batch):
         jax.debug.callback(lambda x: seen[x.ndim].append(np.array(x)), batch)
@@ -305,8 +536,9 @@ def test_statistics_are_those_of_all_that_was_seen(monkeypatch):
 
     monkeypatch.setattr(module, "update_moments", record_batch)
     monkeypatch.setattr(module, "compute_gae", record_reward)
-    config = probe_config(module, "Clock", gamma=0.8, normalize_reward=True)
-    state, train = start(module, config, 1)
+    sizes = {"total_timesteps": 6 * 16, "num_evals": 6}
+    config = probe_config(module, "Clock", gamma=0.8, normalize_reward=True, **sizes)
+    state, train = start(module, config)
     for _ in range(6):
         state, _ = train(state)
         jax.effects_barrier()
@@ -331,97 +563,96 @@ def test_statistics_are_those_of_all_that_was_seen(monkeypatch):
         np.testing.assert_allclose(rewards[update], expected, rtol=1e-4)
 
 
-# --------------------------------------------------------------------------------- environments
+# ----------------------------------- environments
 def random_steps(env, num_envs, num_steps, sample_action):
-    """obs [N] before the first step, env_states and actions before, and outcomes of, all [T, N]."""
-
-    env_reset, env_step, _ = env
+    """First obs [N]; env_state and action before each step and its outcome, all [T, N]."""
+    env_reset, env_step, *_ = env
 
     def step(carry, key):
         obs, env_state = carry
         action_key, step_key = jax.random.split(key)
         action = sample_action(action_key)
-        next_obs, next_state, *outcome = env_step(
-            jax.random.split(step_key, num_envs), env_state, action
-        )
+        step_keys = jax.random.split(step_key, num_envs)
+        next_obs, next_state, *outcome = jax.vmap(env_step)(step_keys, env_state, action)
         return (next_obs, next_state), (env_state, action, next_obs, *outcome)
 
-    first = jax.jit(env_reset)(jax.random.split(jax.random.key(0), num_envs))
+    first = jax.jit(jax.vmap(env_reset))(jax.random.split(jax.random.key(0), num_envs))
     scan = jax.jit(lambda first, keys: jax.lax.scan(step, first, keys)[1])
     return first[0], scan(first, jax.random.split(jax.random.key(1), num_steps))
 
 
-def assert_final_obs(obs, final_obs, done):
-    """obs goes on where no episode ended, and only there."""
+def assert_next_obs(obs, next_obs, done):
+    """They are the same where no episode ended."""
 
     def check(x, y):
         assert x.shape == y.shape and x.dtype == y.dtype
         np.testing.assert_array_equal(x[~done], y[~done])
 
-    jax.tree.map(check, to_numpy(obs), to_numpy(final_obs))
+    jax.tree.map(check, to_numpy(obs), to_numpy(next_obs))
 
 
-GYMNAX = {  # and the steps needed to see both ends, where it has both
-    "ppo_ff": [("CartPole-v1", 60), ("FrozenLake-misc", 120), ("Breakout-MinAtar", 60)],
-    "ppo_continuous": [("Pendulum-v1", 210), ("MountainCarContinuous-v0", 20)],
-    "ppo_obs_norm": [("Pendulum-v1", 210)],
+GYMNAX = {  # environment, time limit, and enough steps to reach both ends, where it has both
+    "ppo_ff": [("CartPole-v1", 15, 60), ("FrozenLake-misc", 9, 40), ("Breakout-MinAtar", 9, 40)],
+    "ppo_continuous": [("Pendulum-v1", 20, 50), ("MountainCarContinuous-v0", 8, 20)],
+    "ppo_obs_norm": [("Pendulum-v1", 20, 50), ("CartPole-v1", 15, 60), ("FrozenLake-misc", 9, 40)],
 }
 GYMNAX = [(s, *rest) for s, envs in GYMNAX.items() if s in SCRIPTS for rest in envs]
 
 
-@pytest.mark.parametrize(("script", "env_id", "num_steps"), GYMNAX)
-def test_gymnax_environment(script, env_id, num_steps):
+@pytest.mark.parametrize(("script", "env_id", "limit", "num_steps"), GYMNAX)
+def test_gymnax_environment(script, env_id, limit, num_steps):
     module, num_envs = load_script(script), 8
-    env = _, _, actions = module.make_env(module.Config(env_id=env_id))
+    config = module.Config(env_id=env_id, env_params=f'{{"max_steps_in_episode": {limit}}}')
+    env = module.make_env(config)
     inner, params = gymnax.make(env_id)
+    params = params.replace(max_steps_in_episode=limit)
     space = inner.action_space(params)
-    continuous = script != "ppo_ff"
+    continuous = not hasattr(space, "n")
 
     def sample_action(key):
-        if continuous:  # often outside of the bounds
-            low, high = actions
-            return 3 * jax.random.normal(key, (num_envs, len(low))) * high
-        return jax.random.randint(key, (num_envs,), 0, actions)
+        if continuous:
+            return jax.random.uniform(key, (num_envs, *space.shape), minval=-1, maxval=1)
+        return jax.random.randint(key, (num_envs,), 0, space.n)
 
     def reference(key, env_state, action):
-        """What the environment itself says, without any reset."""
+        """The environment's own outcome, without a reset."""
         if continuous:
-            action = jnp.clip(action, space.low, space.high).reshape(space.shape)
+            action = (space.low + space.high) / 2 + (space.high - space.low) / 2 * action
         obs, env_state, reward, terminated, _ = inner.step_env(key, env_state, action, params)
         return obs, reward, terminated, inner.is_truncated(env_state, params)
 
-    _, (states, action, obs, reward, terminated, truncated, final_obs) = random_steps(
+    _, (states, action, obs, reward, terminated, truncated, next_obs) = random_steps(
         env, num_envs, num_steps, sample_action
     )
     keys = jax.random.split(jax.random.key(2), (num_steps, num_envs))
     expected = jax.jit(jax.vmap(jax.vmap(reference)))(keys, states, action)
     expected_obs, expected_reward, expected_terminated, expected_truncated = expected
     if env_id == "FrozenLake-misc":  # slippery: the next state is random, its encoding is not
-        assert final_obs.shape[2:] == (16,) and (final_obs.sum(-1) == 1).all()
+        assert next_obs.shape[2:] == (16,) and (next_obs.sum(-1) == 1).all()
     else:
-        np.testing.assert_allclose(final_obs, expected_obs, atol=1e-6)
+        np.testing.assert_allclose(next_obs, expected_obs, atol=1e-6)
         np.testing.assert_array_equal(terminated, expected_terminated)
         np.testing.assert_allclose(reward, expected_reward, atol=1e-5)
     np.testing.assert_array_equal(truncated, expected_truncated)
     done = np.array(terminated | truncated)
     assert terminated.dtype == truncated.dtype == bool and reward.dtype == jnp.float32
-    assert done.any() or env_id.startswith("MountainCar")
-    assert_final_obs(obs, final_obs, done)
+    assert truncated.any() and (terminated.any() or continuous)
+    assert_next_obs(obs, next_obs, done)
     if env_id == "CartPole-v1":
-        assert (np.abs(obs[done]) <= 0.05).all() and (np.abs(final_obs[done]).max(-1) > 0.05).all()
+        assert (np.abs(obs[done]) <= 0.05).all()
+        assert (np.abs(next_obs[np.array(terminated)]).max(-1) > 0.2).all()
 
 
-@pytest.mark.parametrize("reset_hidden", [True, False])
-def test_xminigrid_environment(monkeypatch, reset_hidden):
+def test_xminigrid_environment():
     module, num_envs, limit = load_script("ppo_rnn"), 256, 12
     inner, params = xminigrid.make("MiniGrid-Empty-5x5")
     params = params.replace(max_steps=limit)
-    monkeypatch.setattr(module.xminigrid, "make", lambda *_: (inner, params))
-    env = module.make_env(module.Config(reset_hidden=reset_hidden))
+    config = module.Config(env_id="MiniGrid-Empty-5x5", env_params=f'{{"max_steps": {limit}}}')
+    env = module.make_env(config)
     assert env[2] == 6
     probs = jnp.array([0.6, 0.2, 0.2, 0, 0, 0])
     sample_action = lambda key: jax.random.choice(key, 6, (num_envs,), p=probs)
-    first_obs, (states, action, obs, reward, terminated, truncated, final_obs) = random_steps(
+    first_obs, (states, action, obs, reward, terminated, truncated, next_obs) = random_steps(
         env, num_envs, 40, sample_action
     )
     one_step = lambda timestep, action: inner.step(params, timestep, action)
@@ -431,21 +662,19 @@ def test_xminigrid_environment(monkeypatch, reset_hidden):
     np.testing.assert_array_equal(terminated, reward > 0)  # the goal, the only end but the limit
     np.testing.assert_array_equal(done, expected.last())
     assert terminated.any() and truncated.any() and not (terminated & truncated).any()
-    np.testing.assert_array_equal(final_obs.grid, expected.observation)
-    np.testing.assert_array_equal(final_obs.direction, expected.state.agent.direction)
-    np.testing.assert_array_equal(final_obs.prev_action, action)
-    np.testing.assert_array_equal(final_obs.prev_reward, reward)
-    assert_final_obs(obs, final_obs, done)
+    np.testing.assert_array_equal(next_obs.grid, expected.observation)
+    np.testing.assert_array_equal(next_obs.direction, expected.state.agent.direction)
+    np.testing.assert_array_equal(next_obs.prev_action, action)
+    np.testing.assert_array_equal(next_obs.prev_reward, reward)
+    assert_next_obs(obs, next_obs, done)
     assert (first_obs.prev_action == -1).all() and (first_obs.prev_reward == 0).all()
-    expected = (-1, 0) if reset_hidden else (action[done], reward[done])
-    assert (obs.prev_action[done] == expected[0]).all()
-    assert (obs.prev_reward[done] == expected[1]).all()
-    # An episode is cut at the limit and starts again at step 0.
+    assert (obs.prev_action[done] == -1).all() and (obs.prev_reward[done] == 0).all()
+    # An episode is cut at the limit, and the next starts at step 0.
     steps = np.array(states.state.step_num)
     assert (steps[1:][done[:-1]] == 0).all() and (steps[truncated] == limit - 1).all()
 
 
-# ----------------------------------------------------------------------------------------- hang
+# ------------------------------------------- hang
 def equations(jaxpr):
     """All equations, those of inner programs too."""
     for equation in jaxpr.eqns:
@@ -460,22 +689,21 @@ def is_program(x):
 
 
 def test_no_decomposition_of_a_stack_of_matrices(module):
-    """Orthogonal initialisation under vmap can hang for ever on two cores.
+    """Orthogonal initialization under vmap can deadlock on two cores.
 
-    The QR decomposition of a stack waits, in a thread of XLA's pool, for work that it gives to the
-    same pool. Two of them at once wait for each other.
+    The batched QR decomposition blocks a thread of XLA's pool while it waits for work in that pool.
     """
     with probes_for(module):
-        init, _ = module.make_train(probe_config(module, "Clock", num_seeds=2), 1)
+        init, *_ = module.make_train(probe_config(module, "Clock", num_seeds=2))
         program = jax.make_jaxpr(init)(jax.random.split(jax.random.key(0), 1))
     names = ("qr", "geqrf", "householder_product")
     found = [e.invars[0].aval.ndim for e in equations(program.jaxpr) if e.primitive.name in names]
-    assert found, "no orthogonal initialisation, or a new name for the decomposition"
+    assert found, "no orthogonal initialization, or a new name for the decomposition"
     assert set(found) == {2}
 
 
 def test_two_seeds_of_breakout_finish(tmp_path, full_optimization):
-    """XLA on CPU was seen to hang for ever in a PPO with seeds under vmap, on two cores."""
+    """XLA:CPU can deadlock in a PPO with vmapped seeds on two cores."""
     command = f"""
         {sys.executable} -W ignore {ROOT / "ppo_ff.py"} --env-id Breakout-MinAtar --num-seeds 2
         --num-envs 64 --num-steps 64 --total-timesteps 40_000 --num-evals 1 --eval-episodes 2

@@ -15,7 +15,7 @@ SHORT_RNN = {
     "num_seeds": 1,
     **SMALL_NETWORK,
 }
-RUNS = {  # script, options, and the return that is enough: the best is 500, about -150 and 0.96
+RUNS = {  # script, options and the lowest return allowed; the best are 500, about -150 and 0.96
     "CartPole": ("ppo_ff", {"total_timesteps": 100_000}, 400),
     "Pendulum": ("ppo_continuous", {"total_timesteps": 400_000}, -400),
     "Pendulum, squashed": (
@@ -23,7 +23,7 @@ RUNS = {  # script, options, and the return that is enough: the best is 500, abo
         {"total_timesteps": 300_000, "lr": 3e-3, "policy": "tanh_gaussian"},
         -500,
     ),
-    "Pendulum, normalised": (
+    "Pendulum, normalized": (
         "ppo_obs_norm",
         {"total_timesteps": 150_000, "env_id": "Pendulum-v1"},
         -400,
@@ -38,7 +38,7 @@ RUNS = {name: run for name, run in RUNS.items() if run[0] in SCRIPTS}
 
 
 def test_four_devices_learn_what_one_learns(tmp_path, full_optimization):
-    """The first of the runs above, with the same global sizes, on emulated devices."""
+    """The first of the runs above on emulated devices."""
     script, options, enough = RUNS["CartPole"]
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     words += ["--num-evals=1", "--eval-episodes=32", f"--run-dir={tmp_path / 'run'}"]

@@ -1,5 +1,6 @@
-"""The numerical pieces against references written by others, or from the formulas by hand."""
+"""The numerical pieces against independent libraries, or formulas by hand."""
 
+import dataclasses
 import types
 
 import distrax
@@ -10,12 +11,12 @@ import numpy as np
 import pytest
 import rlax
 from conftest import SCRIPTS, load_script, tiny
-from probes import probe_config, probes_for, start, to_numpy
+from probes import network_of, probe_config, probes_for, start, to_numpy
 
 GAMMA, GAE_LAMBDA = 0.9, 0.8
 
 
-# --------------------------------------------------------------------------------------- advantage
+# -------------------------------------- advantage
 def random_rollout(steps=12, envs=40, ends=0.15):
     rng = np.random.default_rng(0)
     reward, value, next_value = rng.normal(size=(3, steps, envs))
@@ -26,7 +27,7 @@ def random_rollout(steps=12, envs=40, ends=0.15):
 
 
 def gae_by_hand(reward, value, next_value, terminated, truncated):
-    """The sum over the steps up to the episode's end that defines the estimate (eq. 16)."""
+    """The sum over the steps up to the end of the episode (eq. 16)."""
     steps, envs = reward.shape
     advantage = np.zeros((steps, envs))
     for n in range(envs):
@@ -50,7 +51,7 @@ def test_gae_is_the_sum_of_its_definition(module):
     np.testing.assert_allclose(target, expected + value, atol=1e-5)
 
 
-def test_gae_is_that_of_rlax_where_no_time_limit_cuts(module):
+def test_gae_is_that_of_rlax_without_time_limits(module):
     reward, value, _, terminated, _ = random_rollout()
     last_value = np.random.default_rng(1).normal(size=value.shape[1])
     values = np.concatenate([value, last_value[None]])
@@ -88,7 +89,7 @@ def test_gae_ends_of_an_episode(module):
         np.testing.assert_allclose(advantage, [first, second], rtol=1e-6)
 
 
-# -------------------------------------------------------------------------------------------- loss
+# ------------------------------------------- loss
 PROBS = np.array([[0.2, 0.8], [0.5, 0.5], [0.9, 0.1], [0.3, 0.7], [0.6, 0.4], [0.5, 0.5]])
 ACTION = np.array([0, 1, 0, 1, 1, 0])
 RATIO = np.array([0.5, 1.5, 1.5, 0.5, 1.1, 1.0])
@@ -103,20 +104,27 @@ CLIPPED_ERROR = np.array([0.9**2, 0.8**2, 0.3**2, 0.5**2, 0.5**2, 2.0**2])  # th
 
 
 def loss_by_fake_network(module, config):
-    """ppo_loss of a network whose outputs are its parameters; returns loss, metrics, gradient."""
+    """ppo_loss of a network with its outputs as parameters; returns loss, metrics, gradient.
+
+    An observation is the row of the outputs. ppo_rnn.py gets three sequences of two steps.
+    """
+    is_recurrent = module.SCRIPT == "ppo_rnn"
+    shape = (3, 2) if is_recurrent else (6,)
     old_log_prob = np.log(PROBS[np.arange(6), ACTION]) - np.log(RATIO)
-    fields = dict.fromkeys(module.Transition._fields)
-    fields |= {"action": ACTION, "log_prob": old_log_prob, "value": OLD_VALUE}
-    batch = module.Transition(**fields)
+    samples = {"obs": np.arange(6), "action": ACTION, "log_prob": old_log_prob, "value": OLD_VALUE}
+    if is_recurrent:
+        samples |= {"hidden": np.zeros(6), "reset": np.zeros(6, bool)}
+    samples = {name: x.reshape(shape) for name, x in samples.items()}
+    batch = module.Transition(**dict.fromkeys(module.Transition._fields) | samples)
 
-    def apply_fn(params, *_):
-        policy = distrax.Categorical(params["logits"])
-        return (policy, params["value"], None)[: 3 if module.SCRIPT == "ppo_rnn" else 2]
+    def apply_fn(params, row, *memory):
+        outputs = (distrax.Categorical(params["logits"][row]), params["value"][row])
+        return (*outputs, None) if is_recurrent else outputs
 
-    hidden = (None,) if module.SCRIPT == "ppo_rnn" else ()
     params = {"logits": jnp.log(PROBS), "value": jnp.array(VALUE)}
     loss = jax.value_and_grad(module.ppo_loss, has_aux=True)
-    (loss, metrics), grads = loss(params, apply_fn, batch, ADVANTAGE, TARGET, *hidden, config)
+    advantage, target = ADVANTAGE.reshape(shape), TARGET.reshape(shape)
+    (loss, metrics), grads = loss(params, apply_fn, batch, advantage, target, config)
     return loss, metrics, grads
 
 
@@ -169,11 +177,21 @@ def test_loss_is_that_of_rlax(module):
     np.testing.assert_allclose(metrics["loss/policy"], expected, rtol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- shuffle
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 8, 100, 128, 1000, 4097, 2**17, 3 * 2**15 + 1])
+# ---------------------------------------- shuffle
+SIZES = [1, 2, 3, 5, 7, 8, 100, 128, 1000, 4097, 2**16, 2**16 + 1, 2**17, 3 * 2**15 + 1]
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_shuffle_is_a_permutation(module, size):
     rows = np.array(module.shuffle(jax.random.key(size), size))
     np.testing.assert_array_equal(np.sort(rows), np.arange(size))
+
+
+def assert_uniform(count, freedom):
+    """Pearson's chi-squared test: within 6 standard deviations."""
+    expected = count.mean()
+    statistic = ((count - expected) ** 2 / expected).sum()
+    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
 
 
 def test_shuffle_spreads_every_row_over_the_minibatches(module):
@@ -182,75 +200,136 @@ def test_shuffle_spreads_every_row_over_the_minibatches(module):
     rows = np.array(jax.vmap(lambda key: module.shuffle(key, size))(keys))
     place = np.argsort(rows, axis=1) * parts // size  # [repeats, size] the minibatch of each row
     count = (place[:, :, None] == np.arange(parts)).sum(0)  # [size, parts]
-    expected = repeats / parts
-    statistic = ((count - expected) ** 2 / expected).sum()
-    freedom = (size - 1) * (parts - 1)
-    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
-    # Neighbours are as rarely together as any two rows.
+    assert_uniform(count, (size - 1) * (parts - 1))
+    # Neighbors are as rarely together as any two rows.
     together = (place[:, 1:] == place[:, :-1]).mean()
     expected = (size / parts - 1) / (size - 1)
     assert abs(together - expected) < 6 * np.sqrt(expected / repeats / size)
 
 
-def test_shuffle_of_a_large_batch(module):
-    size, parts = 2**18, 16
-    rows = np.array(module.shuffle(jax.random.key(0), size)).reshape(parts, -1)
-    blocks = rows * parts // size  # which sixteenth of the rollout each row comes from
+# Ties in 16 random bits leave neighbors in order, at most 1 / e of 2**16 rows; argsort has 32 bits.
+@pytest.mark.parametrize(("size", "ties"), [(2**16, 0.37), (2**17, 0.0), (2**20, 0.0)])
+def test_shuffle_of_a_large_batch(module, size, ties):
+    parts = 16
+    rows = np.array(module.shuffle(jax.random.key(0), size))
+    blocks = rows.reshape(parts, -1) * parts // size  # the part of the rollout of each row
     count = (blocks[:, :, None] == np.arange(parts)).sum(1)  # [parts, parts]
-    expected = size / parts**2
-    statistic = ((count - expected) ** 2 / expected).sum()
-    freedom = (parts - 1) ** 2
-    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
+    assert_uniform(count, (parts - 1) ** 2)
+    place = np.argsort(rows) * parts // size  # the minibatch of each row
+    together = (place[1:] == place[:-1]).mean()
+    assert abs(together - 1 / parts) < 6 * np.sqrt(1 / parts / size)
+    ascending = (np.diff(rows.astype(int)) > 0).mean()
+    noise = 6 / np.sqrt(12 * size)
+    assert 0.5 - noise < ascending < 0.5 + ties / 2 + noise + size / 2**33
+    other = np.array(module.shuffle(jax.random.key(1), size))
+    assert (other.reshape(parts, -1)[0] != rows.reshape(parts, -1)[0]).mean() > 0.99
 
 
-# ----------------------------------------------------------------------------------------- network
-@pytest.mark.parametrize("script", ["ppo_ff", "ppo_rnn"])
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_dense_on_patches_is_a_convolution(script, size):
-    module = load_script(script)
-    keys = jax.random.split(jax.random.key(0), 3)
-    image = jax.random.normal(keys[0], (2, 6, 5, 4))
-    conv = nn.Conv(7, (size, size), padding="VALID")
-    params = conv.init(keys[1], image)["params"]
-    weight = jax.random.normal(keys[2], conv.apply({"params": params}, image).shape)
+# ---------------------------------------- network
+def initial_params(module, config, obs):
+    network = network_of(module, config)
+    if module.SCRIPT == "ppo_rnn":
+        memory = (jnp.zeros(config.hidden_size), jnp.bool(False))
+        return network, network.init(jax.random.key(0), obs, *memory, method="one_step")["params"]
+    return network, network.init(jax.random.key(0), obs)["params"]
+
+
+def perturb(params):
+    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), params)
+
+
+def random_observations(rnn, shape):
+    keys = jax.random.split(jax.random.key(5), 4)
+    return rnn.Observation(
+        jax.random.randint(keys[0], (*shape, 5, 5, 2), 0, 10).astype(jnp.uint8),
+        jax.random.randint(keys[1], shape, 0, 4),
+        jax.random.randint(keys[2], shape, -1, 6),
+        jax.random.normal(keys[3], shape),
+    )
+
+
+def test_initialization_is_orthogonal(module):
+    """With scales sqrt(2), 0.01 for the policy and 1 for the value; biases are zero."""
+    is_recurrent = module.SCRIPT == "ppo_rnn"
+    obs = random_observations(module, ()) if is_recurrent else jnp.zeros(4)
+    _, params = initial_params(module, tiny(module, hidden_size=16), obs)
+    scales = []
+    if is_recurrent:
+        gru = params.pop("GRU_0")
+        np.testing.assert_allclose(gru["kernel"] @ gru["kernel"].T, np.eye(16), atol=1e-5)
+        assert params.pop("Dense_0").keys() == {"kernel"}  # of the embedding
+    for layer in params.values():
+        if isinstance(layer, dict) and "kernel" in layer:
+            singular = np.linalg.svd(layer["kernel"], compute_uv=False)
+            scales.append(float(singular.mean()))
+            np.testing.assert_allclose(singular, scales[-1], rtol=1e-4)
+            assert (layer["bias"] == 0).all()
+    expected = [0.01, 1.0] + [2**0.5] * (5 if is_recurrent else 4)
+    np.testing.assert_allclose(np.sort(scales), expected, rtol=1e-4)
+
+
+def test_convolutional_network_is_that_of_flax():
+    """Outputs and gradients with nn.Conv in place of the dense layer on patches."""
+    module = load_script("ppo_ff")
+    config = tiny(module, env_id="Breakout-MinAtar", hidden_size=8)
+    image = jax.random.normal(jax.random.key(1), (10, 10, 4))
+    network, params = initial_params(module, config, image)
+    params = perturb(params)
 
     def by_conv(params, image):
-        out = conv.apply({"params": params}, image)
-        return (out * weight).sum(), out
+        outputs = []
+        for head, i in ((0, 0), (3, 2)):
+            layer = lambda name: {"params": params[name]}
+            first = params[f"Dense_{head + 1}"]
+            kernel = first["kernel"].reshape(3, 3, 4, 16)
+            conv = nn.Conv(16, (3, 3), padding="VALID")
+            x = conv.apply({"params": {"kernel": kernel, "bias": first["bias"]}}, image[None])[0]
+            x = nn.relu(nn.LayerNorm().apply(layer(f"LayerNorm_{i}"), x)).reshape(-1)
+            x = nn.Dense(8).apply(layer(f"Dense_{head + 2}"), x)
+            x = nn.relu(nn.LayerNorm().apply(layer(f"LayerNorm_{i + 1}"), x))
+            outputs.append(nn.Dense(3 if head == 0 else 1).apply(layer(f"Dense_{head}"), x))
+        return jax.nn.log_softmax(outputs[0]), outputs[1][0]
 
-    def by_patches(params, image):
-        kernel = params["kernel"].reshape(-1, 7)
-        params = {"kernel": kernel, "bias": params["bias"]}
-        out = nn.Dense(7).apply({"params": params}, module.patches(image, size))
-        return (out * weight).sum(), out
+    def by_script(params, image):
+        policy, value = network.apply({"params": params}, image)
+        return jax.nn.log_softmax(policy.logits), value
 
-    expected, expected_out = jax.grad(by_conv, argnums=(0, 1), has_aux=True)(params, image)
-    actual, out = jax.grad(by_patches, argnums=(0, 1), has_aux=True)(params, image)
-    np.testing.assert_allclose(out, expected_out, atol=1e-4)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), actual, expected)
+    gradients = lambda f: jax.jit(jax.jacrev(f, argnums=(0, 1)))(params, image)
+    close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4)
+    jax.tree.map(close, by_script(params, image), by_conv(params, image))
+    jax.tree.map(close, gradients(by_script), gradients(by_conv))
 
 
-# --------------------------------------------------------------------------------------- optimizer
+# -------------------------------------- optimizer
 @pytest.fixture(scope="module")
 def gradient_steps(module):
     """States before, after one and after two updates of one gradient step, and their metrics.
 
-    Clipped hard with an annealed learning rate, and not clipped with a constant one: the first step
-    of both starts from the same parameters and the same rollout.
+    Clipped hard with an annealed learning rate, and not clipped with a constant one: both start
+    from the same parameters and the same rollout. One program, with the numbers as inputs.
     """
-    result = []
-    changes = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64}
+    sizes = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64, "num_evals": 4}
+    clipped = {"max_grad_norm": 1e-3, "anneal_lr": True}
+    free = {"max_grad_norm": 1e6, "anneal_lr": False}
     with probes_for(module):
-        for max_grad_norm, anneal_lr in ((1e-3, True), (1e6, False)):
-            changes |= {"max_grad_norm": max_grad_norm, "anneal_lr": anneal_lr}
-            config = probe_config(module, "Clock", **changes)
-            state, train = start(module, config, 1)
-            states, metrics = [to_numpy(state)], []
+        config = probe_config(module, "Clock", **sizes)
+
+        def train(numbers, state):
+            _, _, _, train_seed = module.make_train(dataclasses.replace(config, **numbers))
+            return train_seed(state)
+
+        train = jax.pmap(train, "devices")
+        start_state, _ = start(module, config)
+        result = []
+        for numbers in (clipped, free):
+            state = jax.tree.map(lambda x: x[:, 0], start_state)  # the only seed
+            states = [to_numpy(state)]
+            metrics = []
             for _ in range(2):
-                state, measured = train(state)
+                state, measured = train(jax.tree.map(lambda x: jnp.array([x]), numbers), state)
                 states.append(to_numpy(state))
-                metrics.append({name: x[0, 0, 0] for name, x in measured.items()})
-            result.append((config, states, metrics))
+                metrics.append({name: x[0, 0] for name, x in measured.items()})
+            result.append((dataclasses.replace(config, **numbers), states, metrics))
     return result
 
 
@@ -259,7 +338,7 @@ def flat(tree):
 
 
 def adam_of(state):
-    """The moments of Adam in the optimizer's state, and its count of steps."""
+    """The moments of Adam, and its count of steps."""
     has_moments = lambda x: hasattr(x, "mu")
     leaves = jax.tree.leaves(state.opt_state, is_leaf=has_moments)
     (adam,) = [x for x in leaves if has_moments(x)]
@@ -291,7 +370,7 @@ def test_steps_are_those_of_adam_with_the_learning_rate_of_the_schedule(gradient
             np.testing.assert_allclose(after - before, step, atol=1e-3 * rate + 2e-7)
 
 
-# ---------------------------------------------------------------------------------- tanh-Gaussian
+# ---------------------------------- tanh-Gaussian
 def continuous_scripts():
     return [name for name in SCRIPTS if name in ("ppo_continuous", "ppo_obs_norm")]
 
@@ -301,49 +380,37 @@ def continuous(request):
     return load_script(request.param)
 
 
-CENTRE, HALF = np.array([1.0, 0.0, -3.0]), np.array([2.0, 0.5, 1.0])
-BOUNDS = (np.float32(CENTRE - HALF), np.float32(CENTRE + HALF))
-
-
 def action_distribution(module, squash, scale=1.0):
     mean = jnp.array([[0.0, 0.5, -1.0], [0.3, -2.0, 0.1]])
-    log_std = jnp.log(scale * jnp.array([0.3, 0.7, 0.5]))
-    return module.ActionDistribution(mean, log_std, squash, *BOUNDS)
+    log_std = jnp.log(scale * jnp.array([[0.3, 0.7, 0.5]] * 2))
+    return module.ActionDistribution(mean, log_std, squash)
 
 
-def by_distrax(distribution):
-    """The distribution of what the environment receives."""
-    normal = distrax.MultivariateNormalDiag(
-        distribution.mean, jnp.exp(jnp.broadcast_to(distribution.log_std, (2, 3)))
-    )
-    scale = distrax.Block(distrax.ScalarAffine(jnp.array(CENTRE), jnp.array(HALF)), 1)
-    return distrax.Transformed(normal, distrax.Chain([scale, distrax.Block(distrax.Tanh(), 1)]))
+def gaussian_of(distribution):
+    return distrax.MultivariateNormalDiag(distribution.mean, jnp.exp(distribution.log_std))
 
 
 def test_squashed_log_prob_is_that_of_distrax(continuous):
     distribution = action_distribution(continuous, squash=True)
-    raw = distribution.sample(jax.random.key(0))
+    squashed = distrax.Transformed(gaussian_of(distribution), distrax.Block(distrax.Tanh(), 1))
+    raw = distribution.sample(seed=jax.random.key(0))
     action = distribution.to_env(raw)
-    assert ((action > BOUNDS[0]) & (action < BOUNDS[1])).all()
-    expected = by_distrax(distribution).log_prob(action)
-    np.testing.assert_allclose(distribution.log_prob(raw), expected, atol=1e-3)
-    raw, log_prob = distribution.sample_and_log_prob(jax.random.key(1))
-    np.testing.assert_array_equal(log_prob, distribution.log_prob(raw))
+    assert (np.abs(action) < 1).all()
+    np.testing.assert_allclose(distribution.log_prob(raw), squashed.log_prob(action), atol=1e-3)
 
 
 def test_squashed_density_integrates_to_one(continuous):
-    low, high = np.float32([-1.0]), np.float32([3.0])
-    action = np.linspace(-1, 3, 200_003)[1:-1]
-    raw = jnp.arctanh(jnp.array((action - 1) / 2))[:, None]
+    action = np.linspace(-1, 1, 200_003)[1:-1]
+    raw = jnp.arctanh(jnp.array(action))[:, None]
     for mean, std in ((0.0, 0.5), (-1.0, 0.3), (0.5, 1.0)):
-        mean, log_std = jnp.full((1, 1), mean), jnp.full(1, np.log(std))
-        distribution = continuous.ActionDistribution(mean, log_std, True, low, high)
+        mean, log_std = jnp.full((1, 1), mean), jnp.full((1, 1), np.log(std))
+        distribution = continuous.ActionDistribution(mean, log_std, True)
         np.testing.assert_allclose(distribution.to_env(raw)[:, 0], action, atol=1e-4)
         density = np.exp(np.array(distribution.log_prob(raw), np.float64))
         np.testing.assert_allclose(np.trapezoid(density, action), 1, atol=2e-3)
 
 
-def test_squashed_density_far_from_the_centre_is_finite(continuous):
+def test_squashed_density_far_from_the_center_is_finite(continuous):
     distribution = action_distribution(continuous, squash=True)
     raw = jnp.array([[50.0, -50.0, 30.0], [-20.0, 20.0, 100.0]])
     log_prob = lambda raw: distribution.log_prob(raw).sum()
@@ -355,23 +422,23 @@ def test_entropy_is_the_mean_of_minus_log_prob(continuous, squash):
     for scale in (0.3, 1.0, 3.0):
         distribution = action_distribution(continuous, squash, scale)
         keys = jax.random.split(jax.random.key(0), 40_000)
-        sample = jax.vmap(lambda key, d=distribution: -d.sample_and_log_prob(key)[1])
-        log_probs = np.array(sample(keys))  # [samples, 2]
+        samples = jax.vmap(distribution.sample)(keys)
+        log_probs = -np.array(jax.vmap(distribution.log_prob)(samples))  # [samples, 2]
         error = log_probs.std(0) / np.sqrt(len(keys))
         assert (np.abs(distribution.entropy() - log_probs.mean(0)) < 5 * error + 2e-3).all()
 
 
 def test_plain_gaussian_is_that_of_distrax(continuous):
     distribution = action_distribution(continuous, squash=False)
-    std = jnp.exp(jnp.broadcast_to(distribution.log_std, (2, 3)))
-    expected = distrax.MultivariateNormalDiag(distribution.mean, std)
-    raw = distribution.sample(jax.random.key(0))
+    expected = gaussian_of(distribution)
+    raw = distribution.sample(seed=jax.random.key(0))
     np.testing.assert_allclose(distribution.log_prob(raw), expected.log_prob(raw), atol=1e-5)
     np.testing.assert_allclose(distribution.entropy(), expected.entropy(), atol=1e-5)
-    np.testing.assert_allclose(distribution.to_env(raw), CENTRE + HALF * raw, atol=1e-5)
+    np.testing.assert_allclose(distribution.mode(), distribution.mean)
+    np.testing.assert_allclose(distribution.to_env(raw), np.clip(raw, -1, 1), atol=1e-6)
 
 
-# -------------------------------------------------------------------------------------- statistics
+# ------------------------------------- statistics
 @pytest.fixture(scope="module")
 def obs_norm():
     return load_script("ppo_obs_norm")
@@ -424,10 +491,31 @@ def test_statistics_do_not_overflow_or_stall_after_a_billion_samples(obs_norm):
     np.testing.assert_array_equal(huge.mean, moments.mean)
 
 
-def test_network_reads_normalised_observations(obs_norm):
-    config = tiny(obs_norm)
-    network = obs_norm.ActorCritic((np.float32([-1]), np.float32([1])), config)
-    obs = jax.random.normal(jax.random.key(0), (5, 3)) * 50 + 7
+def test_scaled_reward_is_clipped(obs_norm):
+    """A first reward of 1 after many zeros, and later ones."""
+    rng = np.random.default_rng(0)
+    stats = obs_norm.Moments(jnp.float32(0), jnp.float32(1), jnp.float32(0))
+    scale = jax.vmap(obs_norm.scale_reward, (0, None), axis_name="devices")
+    seen = []
+    for update in range(6):
+        reward = np.zeros((1, 50, 40), np.float32)  # [D, T, N]
+        if update == 3:
+            reward[0, 0, 0] = 1.0
+        elif update > 3:
+            reward = rng.normal(size=reward.shape).astype(np.float32)
+        fields = dict.fromkeys(obs_norm.Transition._fields)
+        fields |= {"reward": reward, "episode": np.stack([reward] * 3, axis=-1)}
+        rollout, stats = scale(obs_norm.Transition(**fields), stats)
+        stats = jax.tree.map(lambda x: x[0], stats)
+        seen.append(reward)
+        expected = reward / np.sqrt(np.var(seen) + 1e-8)
+        assert (np.abs(expected).max() > 10) == (update == 3)
+        np.testing.assert_allclose(rollout.reward, np.clip(expected, -10, 10), rtol=1e-3)
+
+
+def test_network_reads_normalized_observations(obs_norm):
+    network = network_of(obs_norm, tiny(obs_norm))
+    obs = jax.random.normal(jax.random.key(0), (3,)) * 50 + 7
     params = network.init(jax.random.key(1), obs)
     moments = obs_norm.Moments(jnp.array([7.0, 0.0, 1.0]), jnp.array([4.0, 0.0, 1e4]), 1.0)
     by_hand = np.clip((obs - moments.mean) / np.maximum(np.sqrt(moments.var), 1e-4), -10, 10)
@@ -438,62 +526,101 @@ def test_network_reads_normalised_observations(obs_norm):
     np.testing.assert_allclose(policy.mean, expected_policy.mean, atol=1e-5)
 
 
-# ----------------------------------------------------------------------------------------- memory
+# ----------------------------------------- memory
 @pytest.fixture(scope="module")
 def rnn():
     return load_script("ppo_rnn")
 
 
-def test_gru_is_that_of_flax(rnn):
-    steps, batch, size, inputs = 7, 3, 5, 4
-    keys = jax.random.split(jax.random.key(0), 4)
-    x = jax.random.normal(keys[0], (steps, batch, inputs))
-    hidden = jax.random.normal(keys[1], (batch, size))
-    reset = jax.random.bernoulli(keys[2], 0.3, (steps, batch))
-    gru, cell = rnn.GRU(size, jnp.float32), nn.GRUCell(size)
-    params = gru.init(keys[3], x, hidden, reset)["params"]
-    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(keys[0], p.shape), params)
-    (from_input,) = [p for p in params.values() if isinstance(p, dict)]
+def cell_params_of(params):
+    """Parameters of flax's GRUCell from those of GRU."""
+    size = len(params["bias"])
     cell_params = {"hn": {"bias": params["bias"]}}
     for i, gate in enumerate("rzn"):
         part = slice(i * size, (i + 1) * size)
-        cell_params[f"i{gate}"] = jax.tree.map(lambda p, part=part: p[..., part], from_input)
+        from_input = params["Dense_0"]
+        cell_params[f"i{gate}"] = {name: x[..., part] for name, x in from_input.items()}
         cell_params.setdefault(f"h{gate}", {})["kernel"] = params["kernel"][:, part]
+    return {"params": cell_params}
+
+
+def test_gru_is_that_of_flax(rnn):
+    steps, size, inputs = 7, 5, 4
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (steps, inputs))
+    hidden = jax.random.normal(keys[1], (size,))
+    reset = jnp.array([0, 0, 1, 0, 1, 1, 0], bool)
+    gru, cell = rnn.GRU(size, jnp.float32), nn.GRUCell(size)
+    params = perturb(gru.init(keys[3], x, hidden, reset)["params"])
     actual = gru.apply({"params": params}, x, hidden, reset)
     for t in range(steps):
-        hidden = jnp.where(reset[t][:, None], jnp.zeros_like(hidden), hidden)
-        hidden, _ = cell.apply({"params": cell_params}, hidden, x[t])
+        hidden = jnp.zeros(size) if reset[t] else hidden
+        hidden, _ = cell.apply(cell_params_of(params), hidden, x[t])
         np.testing.assert_allclose(actual[t], hidden, atol=1e-5)
 
 
-def test_sequence_is_the_same_as_step_by_step(rnn):
-    steps, batch = 6, 3
-    config = tiny(rnn, hidden_size=8, conv_size=2, embedding_size=4, head_size=4)
-    network = rnn.ActorCritic(6, config)
-    keys = jax.random.split(jax.random.key(0), 6)
-    shape = (steps, batch)
-    obs = rnn.Observation(
-        jax.random.randint(keys[0], (*shape, 5, 5, 2), 0, 10).astype(jnp.uint8),
-        jax.random.randint(keys[1], shape, 0, 4),
-        jax.random.randint(keys[2], shape, -1, 6),
-        jax.random.normal(keys[3], shape),
-    )
-    reset = jnp.zeros(shape, bool).at[2, 0].set(True).at[4, 1].set(True).at[0, 2].set(True)
-    hidden = jax.random.normal(keys[4], (batch, 8))
-    params = jax.jit(network.init)(keys[5], obs, hidden, reset)
-    policy, value, hiddens = network.apply(params, obs, hidden, reset)
-    assert value.shape == shape and hiddens.shape == (*shape, 8)
+def test_recurrent_network_is_that_of_flax(rnn):
+    """Embedding by lookup, nn.Conv and nn.GRUCell."""
+    config = tiny(rnn, hidden_size=8, conv_size=2, embedding_size=3, head_size=4)
+    obs = random_observations(rnn, ())
+    network, params = initial_params(rnn, config, obs)
+    params = perturb(params)
+    hidden = jax.random.normal(jax.random.key(1), (8,))
+
+    def layer(i):
+        return {"params": params[f"Dense_{i}"]}
+
+    embedding = params["Dense_0"]["kernel"]
+    x = embedding[obs.grid[..., 0]] + embedding[rnn.NUM_TILES + obs.grid[..., 1]]  # [5, 5, 3]
+    for i, channels in ((1, 2), (2, 4), (3, 8)):
+        kernel = params[f"Dense_{i}"]["kernel"].reshape(2, 2, x.shape[-1], channels)
+        conv_params = {"kernel": kernel, "bias": params[f"Dense_{i}"]["bias"]}
+        conv = nn.Conv(channels, (2, 2), padding="VALID")
+        x = nn.relu(conv.apply({"params": conv_params}, x[None])[0])
+    direction = np.eye(4)[obs.direction]
+    prev_action = np.eye(6)[obs.prev_action] * (obs.prev_action >= 0)
+    x = jnp.concatenate([x.reshape(-1), direction, prev_action, obs.prev_reward[None]])
+    expected_hidden, _ = nn.GRUCell(8).apply(cell_params_of(params["GRU_0"]), hidden, x)
+    actor = nn.tanh(nn.Dense(4).apply(layer(4), expected_hidden))
+    critic = nn.tanh(nn.Dense(4).apply(layer(5), expected_hidden))
+    expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(6), actor))
+    expected_value = nn.Dense(1).apply(layer(7), critic)[0]
+
+    inputs = (obs, hidden, jnp.bool(False))
+    policy, value, after = network.apply({"params": params}, *inputs, method="one_step")
+    np.testing.assert_allclose(jax.nn.log_softmax(policy.logits), expected_logits, atol=1e-5)
+    np.testing.assert_allclose(value, expected_value, atol=1e-5)
+    np.testing.assert_allclose(after, expected_hidden, atol=1e-5)
+
+
+@pytest.mark.parametrize("memory", [True, False])
+def test_sequence_is_the_same_as_step_by_step(rnn, memory):
+    steps = 6
+    sizes = {"hidden_size": 8, "conv_size": 2, "embedding_size": 4, "head_size": 4}
+    config = tiny(rnn, memory=memory, **sizes)
+    obs = random_observations(rnn, (steps,))
     at = lambda t: jax.tree.map(lambda x: x[t], obs)
-    one_step = jax.jit(lambda *args: network.apply(params, *args, method="one_step"))
-    for t in range(steps):
-        cleared = jnp.where(reset[t][:, None], jnp.zeros_like(hidden), hidden)
-        for given in (hidden, cleared):  # a reset and a hidden state of zeros are the same
-            now, now_value, after = one_step(at(t), given, reset[t])
-            np.testing.assert_allclose(now.logits, policy.logits[t], atol=1e-5)
-            np.testing.assert_allclose(now_value, value[t], atol=1e-5)
-            np.testing.assert_allclose(after, hiddens[t], atol=1e-5)
-        hidden = after
-    # A reset hides everything before it.
-    other = network.apply(params, obs, jnp.ones((batch, 8)), reset)[1]
-    np.testing.assert_allclose(other[2:, 0], value[2:, 0], atol=1e-6)
-    assert (np.abs(other[:2, 0] - value[:2, 0]) > 1e-4).any()
+    network, params = initial_params(rnn, config, at(0))
+    apply = jax.jit(network.apply)
+    one_step = jax.jit(lambda *args: network.apply(*args, method="one_step"))
+    first_hidden = jax.random.normal(jax.random.key(4), (8,))
+    for resets in ([], [0], [2, 3]):
+        reset = jnp.zeros(steps, bool).at[jnp.array(resets, int)].set(True)
+        policy, value, hiddens = apply({"params": params}, obs, first_hidden, reset)
+        assert value.shape == (steps,) and hiddens.shape == (steps, 8)
+        hidden = first_hidden
+        for t in range(steps):
+            forgets = reset[t] or not memory
+            cleared = jnp.zeros(8) if forgets else hidden
+            for given in (hidden, cleared):  # a reset is a hidden state of zeros
+                now, now_value, after = one_step({"params": params}, at(t), given, reset[t])
+                np.testing.assert_allclose(now.logits, policy.logits[t], atol=1e-5)
+                np.testing.assert_allclose(now_value, value[t], atol=1e-5)
+                np.testing.assert_allclose(after, hiddens[t], atol=1e-5)
+            hidden = after
+        # A reset hides everything before it.
+        other = apply({"params": params}, obs, jnp.ones(8), reset)[1]
+        from_start = 0 if not memory else resets[0] if resets else steps
+        np.testing.assert_allclose(other[from_start:], value[from_start:], atol=1e-6)
+        if from_start:
+            assert (np.abs(other[:from_start] - value[:from_start]) > 1e-4).any()

@@ -1,13 +1,16 @@
-"""plot.py, enjoy.py and the notebooks: their numbers, their films and what a wrong input says."""
+"""plot.py, enjoy.py, benchmarks/ and the notebooks: numbers, pictures, videos and errors."""
 
 import csv
+import dataclasses
 import importlib.util
+import inspect
 import itertools
 import json
 import shutil
 import subprocess
 import sys
 import types
+from functools import partial
 
 import flax.serialization
 import imageio.v3
@@ -20,22 +23,22 @@ from PIL import Image
 import enjoy
 import plot
 
-STEPS = 10  # between two updates of the runs that are made up for the plots
+STEPS = 10  # between two updates of the made-up runs
 
 
-# -------------------------------------------------------------------------------------------- plot
-def write_run(path, returns, speeds, **options):
-    """A run of two calls of two updates each: returns [4, S], a speed for each call."""
+# ------------------------------------------- plot
+def write_run(path, returns, speeds=(1, 1, 1, 1), training=None, **options):
+    """A run of four updates, each evaluated: returns and training [4, S], speeds [4]."""
     path.mkdir()
     config = {"script": "ppo_ff", "env_id": "CartPole-v1", "lr": 0.1, "seed": 0}
     (path / "config.json").write_text(json.dumps(config | options))
+    training = np.full_like(returns, 7.0) if training is None else np.array(training)
     with open(path / "metrics.csv", "w", newline="") as file:
         table = csv.writer(file)
-        table.writerow("update seed env_steps episode/return time/sps".split())
+        table.writerow("update seed env_steps episode/return eval/return time/sps".split())
         for (i, seed), value in np.ndenumerate(np.array(returns)):
-            speed = speeds[i // 2] if i % 2 else ""
-            cell = "" if np.isnan(value) else value
-            table.writerow([i + 1, seed, STEPS * (i + 1), cell, speed])
+            cells = ["" if np.isnan(x) else x for x in (training[i, seed], value)]
+            table.writerow([i + 1, seed, STEPS * (i + 1), *cells, speeds[i]])
     return str(path)
 
 
@@ -58,11 +61,11 @@ def one_curve(tmp_path, *runs):
 
 def test_the_line_is_the_interquartile_mean_of_all_seeds_of_all_runs(tmp_path, capsys):
     a, b = made_up(3), made_up(6)
-    runs = [write_run(tmp_path / "a", a, (20, 30)), write_run(tmp_path / "b", b, (20, 30), seed=7)]
+    runs = [write_run(tmp_path / "a", a), write_run(tmp_path / "b", b, seed=7)]
     curve = one_curve(tmp_path, *runs)
     np.testing.assert_allclose(curve.steps, [10, 20, 30, 40])
     expected = [mean_of_the_middle([*x, *y]) for x, y in zip(a, b, strict=True)]
-    np.testing.assert_allclose(plot.iqm(curve.returns), expected)
+    np.testing.assert_allclose(plot.iqm(curve.values), expected)
     assert f"{expected[-1]:.4g} [" in capsys.readouterr().out
     assert Image.open(tmp_path / "out.png").size[0] > 1000
 
@@ -77,51 +80,88 @@ def test_the_band_is_that_of_all_possible_resamples():
 
 
 def test_training_time_is_steps_of_all_seeds_by_speed(tmp_path):
-    curve = one_curve(tmp_path, write_run(tmp_path / "a", made_up(3), (30, 15)))
-    # A call is 2 updates * 10 steps * 3 seeds, at 30 and then 15 steps per second.
+    curve = one_curve(tmp_path, write_run(tmp_path / "a", made_up(3), (30, 30, 15, 15)))
+    # An update is 10 steps * 3 seeds, at 30 and then 15 steps per second.
     np.testing.assert_allclose(curve.seconds, [1, 2, 4, 6])
+
+
+def lines_of(axes, figure_x):
+    """The lines against these steps: [(x, y, alpha)]."""
+    lines = [(line.get_xdata(), line.get_ydata(), line.get_alpha()) for line in axes.get_lines()]
+    return [line for line in lines if len(line[0]) == figure_x]
+
+
+def test_the_line_is_of_evaluations_not_of_the_episodes_that_ended_first(tmp_path, capsys):
+    """At first only short episodes have ended, which are the lucky ones on MiniGrid-Empty."""
+    returns = np.array([[0.1, 0.2, 0.3, 0.9]]).T
+    lucky = np.array([[0.9, 0.8, 0.6, 0.5]]).T
+    run = write_run(tmp_path / "run", returns, training=lucky)
+    panels = plot.group([plot.read_run(tmp_path / "run", "eval/return")])
+    (axes,) = plot.draw(panels, "eval/return", with_time=False).axes
+    (x, y, alpha), (faint_x, faint_y, faint_alpha) = lines_of(axes, 4)
+    np.testing.assert_allclose(y, returns[:, 0])
+    np.testing.assert_allclose(faint_y, lucky[:, 0])
+    np.testing.assert_allclose([x, faint_x], [[10, 20, 30, 40]] * 2)
+    assert alpha is None and faint_alpha < 0.5
+    plot.main([run])
+    assert ": 0.9 [" in capsys.readouterr().out
+
+
+def test_the_picture_of_a_single_run_lies_in_its_folder(tmp_path, monkeypatch):
+    runs = [write_run(tmp_path / name, made_up(2)) for name in "ab"]
+    monkeypatch.chdir(tmp_path)
+    plot.main(runs[:1])
+    single = Image.open(tmp_path / "a" / "learning_curve.png")
+    plot.main(runs)
+    assert single.size[0] < Image.open(tmp_path / "compare.png").size[0]  # one panel, not two
+    assert not list(tmp_path.glob("b/*.png"))
 
 
 def test_other_options_are_other_lines_and_other_environments_other_panels(tmp_path):
     runs = [
-        write_run(tmp_path / "a", made_up(3), (1, 1)),
-        write_run(tmp_path / "b", made_up(3), (1, 1), lr=0.2, run_dir="elsewhere"),
-        write_run(tmp_path / "c", made_up(3), (1, 1), env_id="Acrobot-v1", lr=0.3),
+        write_run(tmp_path / "a", made_up(3)),
+        write_run(tmp_path / "b", made_up(3), lr=0.2, run_dir="elsewhere"),
+        write_run(tmp_path / "c", made_up(3), env_id="Acrobot-v1", lr=0.3),
     ]
     panels = plot.main([*runs, "--out", str(tmp_path / "out.png")])
     lines = {env_id: set(curves) for env_id, curves in panels.items()}
     assert lines == {"CartPole-v1": {"ppo_ff lr=0.1", "ppo_ff lr=0.2"}, "Acrobot-v1": {"ppo_ff"}}
 
 
-def test_gaps_and_a_cut_last_row_are_left_out(tmp_path):
+def test_updates_before_all_seeds_have_a_value_are_left_out(tmp_path):
     returns = made_up(3)
     returns[0, 1] = np.nan
-    path = write_run(tmp_path / "a", returns, (1, 1))
-    with open(tmp_path / "a" / "metrics.csv", "a") as file:
-        file.write("5,0,50,1.0,\n5,1")  # killed while it wrote the rows of an update
-    curve = one_curve(tmp_path, path)
+    curve = one_curve(tmp_path, write_run(tmp_path / "a", returns))
     np.testing.assert_allclose(curve.steps, [20, 30, 40])
-    np.testing.assert_allclose(curve.returns, returns[1:])
+    np.testing.assert_allclose(curve.values, returns[1:])
 
 
-def test_what_a_seed_did_not_measure_is_filled_in_from_its_own_returns(tmp_path):
-    """Between two values on the line through them, behind the last one that one, before none."""
+def test_gaps_are_interpolated_seed_by_seed(tmp_path):
     nan = np.nan
     returns = [[nan, 1], [2, 2], [nan, nan], [6, nan]]
-    curve = one_curve(tmp_path, write_run(tmp_path / "run", returns, [100, 100]))
+    curve = one_curve(tmp_path, write_run(tmp_path / "run", returns))
     np.testing.assert_array_equal(curve.steps, [2 * STEPS, 4 * STEPS])  # the third has no value
-    np.testing.assert_array_equal(curve.returns, [[2, 2], [6, 2]])
+    np.testing.assert_array_equal(curve.values, [[2, 2], [6, 2]])
     returns = [[1, 1], [2, nan], [3, nan], [4, 7]]
-    curve = one_curve(tmp_path, write_run(tmp_path / "other", returns, [100, 100]))
-    np.testing.assert_allclose(curve.returns, [[1, 1], [2, 3], [3, 5], [4, 7]], atol=0.1)
+    curve = one_curve(tmp_path, write_run(tmp_path / "other", returns))
+    np.testing.assert_allclose(curve.values, [[1, 1], [2, 3], [3, 5], [4, 7]], atol=0.1)
+
+
+def test_a_longer_run_is_cut_to_the_shortest(tmp_path):
+    a, b = made_up(2), made_up(3)
+    b[2:] = np.nan  # stopped after two updates
+    runs = [write_run(tmp_path / "a", a), write_run(tmp_path / "b", b, seed=1)]
+    curve = one_curve(tmp_path, *runs)
+    np.testing.assert_allclose(curve.steps, [10, 20])
+    np.testing.assert_allclose(curve.values, np.hstack([a, b])[:2])
 
 
 def test_what_is_no_run_cannot_be_plotted(tmp_path):
     (tmp_path / "empty").mkdir()
-    bad = write_run(tmp_path / "json", made_up(3), (1, 1))
+    bad = write_run(tmp_path / "json", made_up(3))
     (tmp_path / "json" / "config.json").write_text('{"script":')
-    silent = write_run(tmp_path / "silent", np.full((4, 2), np.nan), (1, 1))
-    good = write_run(tmp_path / "good", made_up(3), (1, 1))
+    silent = write_run(tmp_path / "silent", np.full((4, 2), np.nan))
+    good = write_run(tmp_path / "good", made_up(3))
     (tmp_path / "text").mkdir()
     shutil.copy(tmp_path / "good" / "config.json", tmp_path / "text")
     (tmp_path / "text" / "metrics.csv").write_text("update,seed\nnothing")
@@ -145,7 +185,7 @@ def test_an_error_of_a_tool_is_one_line_and_exit_code_2(tool, tmp_path):
     assert str(tmp_path / "none") in result.stderr and list(tmp_path.iterdir()) == []
 
 
-# ------------------------------------------------------------------------------------------- enjoy
+# ------------------------------------------ enjoy
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """runs(script) -> the folder of a finished run of two seeds."""
@@ -160,148 +200,218 @@ def runs(tmp_path_factory):
     return get
 
 
-def played(run, checkpoint, seed_index, film_episodes=0):
-    """The returns of enjoy.py with the keys of the evaluation that the checkpoint is from."""
-    module, config, params, seeds = enjoy.load_run(run, checkpoint, seed_index)
-    saved = flax.serialization.msgpack_restore((run / f"{checkpoint}.msgpack").read_bytes())
-    key = jax.random.fold_in(jax.random.key(config.seed), saved["state"]["update"][0, seed_index])
-    key = jax.random.split(key, seeds)[seed_index]
-    return enjoy.replay(module, config, params, key, film_episodes)
+def stored(run):
+    """The state of the last checkpoint as a dict, [S, ...]."""
+    state = flax.serialization.msgpack_restore((run / "checkpoint.msgpack").read_bytes())
+    return jax.tree.map(lambda x: x[0], state)
+
+
+def evaluation(run, script):
+    """The next evaluation of the best parameters of both seeds, by the script: [S]."""
+    module = load_script(script)
+    options = json.loads((run / "config.json").read_text())
+    known = module.Config.__dataclass_fields__
+    config = module.Config(**{k: v for k, v in options.items() if k in known})
+    init, *_, train_seed = module.make_train(config)
+    structure = jax.eval_shape(init, jax.random.split(jax.random.key(0), 1))
+    path = run / "checkpoint.msgpack"
+    state = flax.serialization.from_bytes(structure, path.read_bytes())
+    evaluate = inspect.getclosurevars(train_seed).nonlocals["evaluate"]
+    on_device = jax.vmap(jax.vmap(partial(evaluate, 1)), axis_name="devices")
+    after = jax.jit(on_device)(state).absolute_return
+    return 10 * np.asarray(after - state.absolute_return)[0]
+
+
+def replay(run, seed_index):
+    """The episodes of that evaluation by enjoy.py."""
+    module, config, params = enjoy.load_run(run, "best", seed_index)
+    _, eval_key = jax.random.split(stored(run)["key"][seed_index])
+    keys = jax.random.split(eval_key, config.eval_episodes)
+    return jax.jit(jax.vmap(enjoy.get_episode(module, config), (None, 0)))(params, keys)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_replayed_returns_are_those_of_the_runs_evaluation(script, runs):
     run = runs(script)
-    best = flax.serialization.msgpack_restore((run / "best.msgpack").read_bytes())["state"]
-    assert played(run, "best", 1)[0].mean() == pytest.approx(best["eval_return"][0, 1], rel=1e-4)
+    assert replay(run, 1).mean() == pytest.approx(evaluation(run, script)[1], rel=1e-3)
 
 
-def test_the_last_policy_is_that_of_the_last_evaluation(runs):
-    summary = json.loads((runs("ppo_ff") / "summary.json").read_text())
-    last = [played(runs("ppo_ff"), "last", seed)[0].mean() for seed in (0, 1)]
-    assert last == pytest.approx(summary["eval_return_per_seed"], rel=1e-4)
-    assert last[0] != last[1]
-
-
-def test_the_tape_holds_whole_episodes(runs):
+def test_the_actions_are_those_of_the_stored_network(runs):
+    """Greedy actions against a forward pass in NumPy."""
     run = runs("ppo_ff")
-    returns, tape = played(run, "last", 0, film_episodes=2)
-    np.testing.assert_array_equal(returns, played(run, "last", 0)[0])
-    _, advance, _ = enjoy.make_viewer("CartPole-v1")
+
+    def forward(layers, obs):
+        for name in ("Dense_1", "Dense_2"):
+            obs = np.tanh(obs @ layers[name]["kernel"] + layers[name]["bias"])
+        return obs @ layers["Dense_0"]["kernel"] + layers["Dense_0"]["bias"]
+
+    seen = {}
+    for (checkpoint, name), seed in itertools.product(
+        [("best", "best"), ("last", "params")], [0, 1]
+    ):
+        module, config, params = enjoy.load_run(run, checkpoint, seed)
+        config = dataclasses.replace(config, eval_greedy=True)
+        steps = enjoy.record(module, config, params, jax.random.key(0))
+        layers = jax.tree.map(lambda x: x[seed], stored(run)[name])["params"]  # noqa: B023
+        obs = [np.array([s.x, s.x_dot, s.theta, s.theta_dot]) for _, s, *_ in steps]
+        logits = np.array([forward(layers, x) for x in obs])
+        np.testing.assert_array_equal([step.action for step in steps], logits.argmax(axis=1))
+        seen[checkpoint, seed] = logits[0]
+    assert not np.allclose(seen["best", 0], seen["best", 1])
+    assert not np.allclose(seen["last", 0], seen["last", 1])
+
+
+def test_a_recording_holds_a_whole_episode(runs):
+    module, config, params = enjoy.load_run(runs("ppo_ff"))
+    viewer = enjoy.make_viewer(config)
     fallen = lambda s: abs(float(s.x)) > 2.4 or abs(float(s.theta)) > np.radians(12)
-    for episode, total in zip(enjoy.episodes_of(tape, advance), returns, strict=False):
-        *before, (final, value) = episode
-        assert value == total == len(before)  # CartPole pays 1 for each step
-        assert fallen(final) and not any(fallen(state) for state, _ in before)
-        assert [int(state.time) for state, _ in episode] == list(range(len(episode)))
+    for key in jax.random.split(jax.random.key(1), 2):
+        steps = enjoy.record(module, config, params, key)
+        *before, final = enjoy.states_of(steps, viewer)
+        total = enjoy.get_episode(module, config)(params, key)
+        assert sum(step.reward for step in steps) == total == len(steps)  # 1 for each step
+        assert fallen(final) and not any(map(fallen, before))
+        assert [int(state.time) for state in (*before, final)] == list(range(len(steps) + 1))
 
 
-def count_frames(film):
-    if film.suffix == ".mp4":
-        return len(imageio.v3.imread(film, plugin="FFMPEG"))
-    return Image.open(film).n_frames
+def make_viewer(env_id):
+    return enjoy.make_viewer(types.SimpleNamespace(env_id=env_id, env_params=""))
+
+
+def count_frames(video):
+    if video.suffix == ".mp4":
+        return len(imageio.v3.imread(video, plugin="FFMPEG"))
+    return Image.open(video).n_frames
 
 
 @pytest.mark.parametrize(
     "script, name, every",
-    [("ppo_ff", "out.gif", 1), ("ppo_ff", "out.mp4", 2), ("ppo_rnn", "out.gif", 1)],
+    [("ppo_ff", "out.gif", 1), ("ppo_ff", "out.mp4", 2)],
 )
-def test_a_film_shows_every_state(script, name, every, runs, tmp_path, monkeypatch, capsys):
-    tapes, replay = [], enjoy.replay
+def test_a_video_shows_every_state(script, name, every, runs, tmp_path, monkeypatch, capsys):
+    lengths, record = [], enjoy.record
 
     def remember(*args):
-        returns, tape = replay(*args)
-        tapes.append(tape)
-        return returns, tape
+        steps = record(*args)
+        lengths.append(len(steps))
+        return steps
 
-    monkeypatch.setattr(enjoy, "replay", remember)
-    film = tmp_path / name
-    words = [str(runs(script)), "--episodes", "3", "--film", str(film), "--film-episodes", "2"]
+    monkeypatch.setattr(enjoy, "record", remember)
+    video = tmp_path / name
+    words = [str(runs(script)), "--episodes", "3", "--video", str(video), "--video-episodes", "2"]
     returns = enjoy.main([*words, "--every", str(every)])
-    done = np.array([entry[-1] for entry in tapes[0]])
-    lengths = [list(done[:, i]).index(True) + 1 for i in range(2)]
+    assert len(lengths) == 2
     frames = sum(len({*range(0, length + 1, every), length}) for length in lengths)
-    assert count_frames(film) == frames
+    assert count_frames(video) == frames
     out = capsys.readouterr().out
     assert f"return {returns.mean():.4g} ± {returns.std():.3g} over 3 episode(s)" in out
-    assert f"{frames} frames written to {film}" in out
+    assert f"{frames} frames written to {video}" in out
 
 
-def test_the_film_of_a_tracked_run_is_its_artifact(runs, tmp_path, monkeypatch):
-    calls, run_dir, film = [], tmp_path / "tracked", tmp_path / "out.gif"
+def test_the_video_of_a_tracked_run_is_its_artifact(runs, tmp_path, monkeypatch):
+    calls, run_dir, video = [], tmp_path / "tracked", tmp_path / "out.gif"
     shutil.copytree(runs("ppo_ff"), run_dir)
-    about = json.loads((run_dir / "config.json").read_text())
-    about |= {"track": True, "wandb_project": "a project"}
-    (run_dir / "config.json").write_text(json.dumps(about))
-    wandb = types.SimpleNamespace(
-        init=lambda **options: calls.append((options["project"], options["id"])),
+    options = json.loads((run_dir / "config.json").read_text())
+    (run_dir / "config.json").write_text(json.dumps(options | {"track": True}))
+    run = types.SimpleNamespace(
         log_artifact=lambda path, name, type: calls.append((path, name, type)),
         finish=lambda: calls.append("finish"),
     )
-    monkeypatch.setattr(enjoy, "wandb", wandb)
+
+    def init(id, dir, resume):
+        calls.append((id, dir, resume))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     enjoy.main([str(run_dir), "--episodes", "1"])
     assert calls == []
-    enjoy.main([str(run_dir), "--episodes", "1", "--film", str(film)])
-    assert calls == [("a project", "tracked"), (str(film), "out", "film"), "finish"]
+    enjoy.main([str(run_dir), "--episodes", "1", "--video", str(video)])
+    assert calls == [("tracked", run_dir, "allow"), (str(video), "out", "video"), "finish"]
+
+
+def test_parameters_of_the_environment_are_those_of_the_run(runs, tmp_path):
+    """The time limit of a run holds in its replay."""
+    run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
+    options = json.loads((run / "config.json").read_text())
+    options["env_params"] = '{"max_steps_in_episode": 5}'
+    (run / "config.json").write_text(json.dumps(options))
+    video = tmp_path / "out.gif"
+    returns = enjoy.main([str(run), "--video", str(video)])
+    assert list(returns) == [5.0] * 10 and count_frames(video) == 6
 
 
 @pytest.mark.parametrize(
-    "env_id", ["Pendulum-v1", "Acrobot-v1", "MountainCar-v0", "Breakout-MinAtar", "Catch-bsuite"]
+    "env_id, script",
+    [
+        ("Pendulum-v1", "ppo_continuous"),
+        ("Acrobot-v1", "ppo_ff"),
+        ("MountainCar-v0", "ppo_ff"),
+        ("Breakout-MinAtar", "ppo_ff"),
+        ("Catch-bsuite", "ppo_ff"),
+        ("MiniGrid-Empty-5x5", "ppo_rnn"),
+    ],
 )
-def test_a_picture_moves_with_its_state(env_id):
-    import gymnax
-
-    draw, advance, fps = enjoy.make_viewer(env_id)
-    env, params = gymnax.make(env_id)
-    _, state = env.reset(jax.random.key(0), params)
+def test_a_picture_moves_with_its_state(env_id, script):
+    """`advance` returns the state in which the script's step ends."""
+    module = load_script(script)
+    reset, step, num_actions = module.make_env(module.Config(env_id=env_id))
+    draw, advance, fps = make_viewer(env_id)
+    _, state = reset(jax.random.PRNGKey(0))
     before = draw(state)
-    for key in jax.random.split(jax.random.key(1), 3):
-        action = env.action_space(params).sample(key)
-        *_, info = env.step(key, state, action, params)
-        state = advance(key, state, action)
-        obs = env.observe(key, state, action, params)
-        np.testing.assert_allclose(obs, info["final_observation"], atol=1e-6)
+    for key in jax.random.split(jax.random.PRNGKey(1), 3):
+        action = jax.random.randint(key, (), 0, num_actions)
+        if script == "ppo_continuous":
+            action = jax.random.uniform(key, (num_actions,), minval=-1.0)
+        advanced = advance(key, state, action)
+        _, state, _, terminated, truncated, _ = step(key, state, action)
+        assert not terminated and not truncated
+        jax.tree.map(partial(np.testing.assert_allclose, atol=1e-6), advanced, state)
     after = draw(state)
     assert before.dtype == np.uint8 and before.shape == after.shape and before.shape[2] == 3
     assert (before != after).any() and fps > 0
 
 
-# ------------------------------------------------------------------------------------ many agents
+# ------------------------------------ many agents
 @pytest.fixture(scope="module")
 def many_agents(tmp_path_factory):
     """The folder of a finished run of two seeds of ippo.py."""
     import ippo
 
     sizes = {"num_envs": 4, "num_steps": 4, "total_timesteps": 64, "num_minibatches": 2}
-    sizes |= {"hidden_size": 4, "num_calls": 4, "num_evals": 2, "eval_episodes": 5, "num_seeds": 2}
+    sizes |= {"hidden_size": 4, "num_evals": 2, "eval_episodes": 4, "num_seeds": 2}
     run_dir = tmp_path_factory.mktemp("ippo") / "run"
     ippo.main(ippo.Config(env_id="rings", actor_lr=0.05, run_dir=str(run_dir), **sizes))
     return run_dir
 
 
-@pytest.mark.parametrize("seed_index", [0, 1])
-def test_the_tape_of_many_agents_holds_whole_episodes(many_agents, seed_index):
-    module, config, params, seeds = enjoy.load_run(many_agents, "best", seed_index)
-    key = jax.random.split(jax.random.fold_in(jax.random.key(0), 0), seeds)[seed_index]
-    returns, tape = enjoy.replay(module, config, params, key, 3)
-    best = flax.serialization.msgpack_restore((many_agents / "best.msgpack").read_bytes())["state"]
-    assert returns.mean() == pytest.approx(best["eval_return"][0, seed_index], rel=1e-4)
-    _, advance, _ = enjoy.make_viewer("rings")
-    over = lambda state: not state.ahead.any() or state.step == module.Rings.time_limit
+def test_replayed_returns_of_many_agents_are_those_of_the_team(many_agents):
+    expected = evaluation(many_agents, "ippo")
+    for seed_index in (0, 1):
+        returns = replay(many_agents, seed_index)
+        assert returns.mean() == pytest.approx(expected[seed_index], rel=1e-3)
+
+
+def test_a_recording_of_many_agents_holds_a_whole_episode(many_agents):
+    module, config, params = enjoy.load_run(many_agents)
+    viewer = enjoy.make_viewer(config)
+    over = lambda state: not state["distance"].any() or state["step"] == 8
     lengths = set()
-    for episode, total in zip(enjoy.episodes_of(tape, advance), returns, strict=False):
-        *before, ((final, _), value) = episode
-        assert value == pytest.approx(total, rel=1e-5) and over(final)
-        assert not any(over(state) for (state, _), _ in before)
-        lengths.add(int(final.step))
-    assert len(lengths) > 1  # they do not end together
+    for key in jax.random.split(jax.random.PRNGKey(1), 4):
+        steps = enjoy.record(module, config, params, key)
+        *before, (final, _) = enjoy.states_of(steps, viewer)
+        total = enjoy.get_episode(module, config)(params, key)
+        assert sum(step.reward.sum() for step in steps) == pytest.approx(float(total), rel=1e-5)
+        assert over(final) and not any(over(state) for state, _ in before)
+        lengths.add(len(steps))
+    assert len(lengths) > 1  # not all end by the time limit
 
 
-def test_a_film_of_many_agents_shows_every_state(many_agents, tmp_path, capsys):
-    film = tmp_path / "out.gif"
-    enjoy.main([str(many_agents), "--episodes", "3", "--film", str(film), "--film-episodes", "2"])
-    frames = Image.open(film).n_frames
-    assert f"{frames} frames written to {film}" in capsys.readouterr().out
+def test_a_video_of_many_agents_shows_every_state(many_agents, tmp_path, capsys):
+    video = tmp_path / "out.gif"
+    words = [str(many_agents), "--episodes", "3", "--video", str(video), "--video-episodes", "2"]
+    enjoy.main(words)
+    frames = Image.open(video).n_frames
+    assert f"{frames} frames written to {video}" in capsys.readouterr().out
     assert 2 * 2 <= frames <= 2 * 9
 
 
@@ -317,33 +427,31 @@ def test_a_film_of_many_agents_shows_every_state(many_agents, tmp_path, capsys):
     ],
 )
 def test_a_picture_of_many_agents_moves_with_its_state(env_id):
-    """The state that `advance` returns is the one in which the script's step ends."""
+    """`advance` returns the state in which the script's step ends."""
     import ippo
 
-    draw, advance, fps = enjoy.make_viewer(env_id)
-    reset, step, agents = ippo.make_env(ippo.Config(env_id=env_id))
-    keys = jax.random.split(jax.random.key(0), 1)
-    obs, env_state = reset(keys)
-    first = lambda tree: jax.tree.map(lambda x: np.asarray(x)[0], tree)
-    before, step, advance = draw(first(env_state)), jax.jit(step), jax.jit(advance)
-    for key in jax.random.split(jax.random.key(1), 4):
-        shape = (len(agents.names), agents.num_actions)
-        action = jax.random.uniform(key, shape, minval=-2.0, maxval=2.0)  # beyond the bounds, too
-        action = action if agents.continuous else jax.numpy.where(obs.mask[0], action, -9).argmax(1)
-        after = advance(key, first(env_state), action)
-        obs, env_state, *_ = step(key[None], env_state, action[None])
-        jax.tree.map(np.testing.assert_array_equal, after[0], first(env_state)[0])
-    image = draw(first(env_state))
+    draw, advance, fps = make_viewer(env_id)
+    reset, step, _, continuous = ippo.make_env(ippo.Config(env_id=env_id))
+    obs, env_state = reset(jax.random.PRNGKey(0))
+    before, step, advance = draw(env_state), jax.jit(step), jax.jit(advance)
+    for key in jax.random.split(jax.random.PRNGKey(1), 4):
+        action = jax.random.uniform(key, obs.mask.shape, minval=-2.0, maxval=2.0)  # beyond bounds
+        if not continuous:
+            action = jax.numpy.where(obs.mask, action, -9).argmax(1)
+        after = advance(key, env_state, action)
+        obs, env_state, *_ = step(key, env_state, action)
+        jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5), after[0], env_state[0])
+    image = draw(env_state)
     assert image.dtype == np.uint8 and image.shape == before.shape and image.shape[2] == 3
     assert (image != before).any() and fps > 0
 
 
 def test_an_environment_without_a_picture():
-    with pytest.raises(enjoy.RunError, match="nearest are|pip install|no film"):
-        enjoy.make_viewer("switch_riddle")
+    with pytest.raises(enjoy.RunError, match="nearest are|pip install|no video"):
+        make_viewer("switch_riddle")
 
 
-def test_the_planes_have_a_colour_each():
+def test_the_planes_have_a_color_each():
     obs = np.zeros((10, 10, 4), bool)
     obs[1, 2, 3] = obs[4, 5, 0] = obs[4, 5, 3] = obs[6, 7, 1] = True
     image = enjoy.planes(obs)
@@ -363,24 +471,27 @@ def test_what_cannot_be_replayed(runs, tmp_path):
     run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
     fails("--seed-index", "2", names="2 seed(s)")
     fails("--episodes", "0", names="at least 1")
-    fails("--film", "out.avi", names="out.avi")
-    fails("--film", "out.html", names="Brax")
-    fails("--film", str(tmp_path / "none" / "out.gif"), names=tmp_path / "none")
-    whole = (run / "best.msgpack").read_bytes()
+    fails("--video", "out.avi", names="out.avi")
+    fails("--video", "out.html", names="Brax")
+    fails("--video", str(tmp_path / "none" / "out.gif"), names=tmp_path / "none")
+    path = run / "checkpoint.msgpack"
+    whole = path.read_bytes()
     for damaged in (whole[: len(whole) // 2], b"", b"not a checkpoint"):
-        (run / "best.msgpack").write_bytes(damaged)
-        fails(names=run / "best.msgpack")
-    shutil.copy(runs("ppo_obs_norm") / "best.msgpack", run)
-    fails(names=run / "best.msgpack")
-    (run / "best.msgpack").unlink()
-    fails(names="['last']")
+        path.write_bytes(damaged)
+        fails(names=path)
+    shutil.copy(runs("ppo_obs_norm") / path.name, run)
+    fails(names=path)
+    path.unlink()
+    fails(names="not been evaluated yet")
+    path.write_bytes(whole)
     config = json.loads((run / "config.json").read_text())
     for changes, name in [
         ({"hidden_size": 8}, "other shapes"),
         ({"env_id": "CartPole-v9"}, "CartPole-v9"),
         ({"script": "../evil"}, "../evil"),
         ({"script": "ppo_none"}, "ppo_none"),
-        ({"script": "plot"}, "trains nothing"),
+        ({"script": "plot"}, "trains no policy"),
+        ({"script": "disco_meta"}, "trains no policy"),
     ]:
         (run / "config.json").write_text(json.dumps(config | changes))
         fails("--checkpoint", "last", names=name)
@@ -389,7 +500,36 @@ def test_what_cannot_be_replayed(runs, tmp_path):
         fails(names=run / "config.json")
 
 
-# --------------------------------------------------------------------------------------- notebooks
+# ------------------------------------- benchmarks
+@pytest.mark.parametrize("name", ["disco_figures", "ideas", "speed", "storm"])
+def test_a_benchmark_explains_itself(name):
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+
+
+def test_every_idea_changes_its_script(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ideas
+
+    for script, _, replacements in ideas.IDEAS.values():
+        source = (ROOT / f"{script}.py").read_text()
+        for old, new in replacements:
+            assert source.count(old) == 1, (script, old)
+            source = source.replace(old, new)
+        compile(source, script, "exec")
+
+
+def test_a_timed_call_makes_that_many_steps(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import speed
+
+    sizes = {"num_envs": 4, "num_steps": 8, "num_minibatches": 2, "hidden_size": 4}
+    compile_seconds, steps, seconds = speed.ours("ppo_ff", sizes, 100, 2)
+    assert steps == 96 and len(seconds) == 2 and min(compile_seconds, *seconds) > 0
+
+
+# -------------------------------------- notebooks
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 

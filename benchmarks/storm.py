@@ -1,0 +1,131 @@
+"""Kill runs at random moments, continue them, and compare with undisturbed runs.
+
+    python benchmarks/storm.py ppo_ff.py ppo_rnn.py --kills 20
+    python benchmarks/storm.py ppo_ff.py --kills 5 -- --num-seeds 3 --num-envs 32
+
+A killed run (SIGKILL) is started again by the same command. The last checkpoint must have the same
+bytes as that of the undisturbed run, and metrics.csv the same rows but for its last column,
+time/sps. Arguments after -- are options of the scripts.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = "--num-envs 4 --num-steps 8 --hidden-size 8 --num-evals {calls} --eval-episodes 2"
+TRAIN = SMALL + " --num-seeds 2 --total-timesteps {steps}"  # two updates of 32 steps per call
+PPO = TRAIN + " --num-minibatches 2"
+AGENT = " --feature-size 8 --model-size 8 --branch-size 8 --weights random"
+OPTIONS = {
+    "ppo_ff": PPO,
+    "ppo_continuous": PPO,
+    "ppo_obs_norm": PPO,
+    "ppo_rnn": PPO + " --env-id MiniGrid-Empty-5x5",
+    "ippo": PPO + " --env-id rings",
+    "disco": TRAIN + AGENT + " --env-id Catch-5x5 --replay-size 8 --replay-batch 8",
+    "disco_meta": SMALL + AGENT + " --num-meta-steps {calls} --valid-steps 4 --num-agents 2",
+}
+
+
+def start(script: Path, run_dir: Path, options: list[str]) -> subprocess.Popen:
+    command = [sys.executable, "-W", "ignore", str(script), "--run-dir", str(run_dir), *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finish(process: subprocess.Popen) -> None:
+    output, _ = process.communicate()
+    if process.returncode:
+        sys.exit(output)
+
+
+def inode(path: Path) -> int:
+    """Another one after each checkpoint, 0 before the first."""
+    return path.stat().st_ino if path.exists() else 0
+
+
+def kill_at_random(process: subprocess.Popen, run_dir: Path, startup: float, call: float) -> bool:
+    """Kill within the seconds of a startup, or some calls later. Returns whether it still ran."""
+    checkpoint = run_dir / "checkpoint.msgpack"
+    checkpoints = random.choice([0, 1, 2])
+    delay = random.uniform(0, 3 * call if checkpoints else 1.2 * startup)
+    for _ in range(checkpoints):
+        before = inode(checkpoint)
+        while process.poll() is None and inode(checkpoint) == before:
+            time.sleep(0.0005)
+    time.sleep(delay)
+    was_running = process.poll() is None
+    process.kill()
+    process.communicate()
+    return was_running
+
+
+def read(run_dir: Path) -> tuple[bytes, list[str]]:
+    """The checkpoint and the rows without time/sps."""
+    rows = (run_dir / "metrics.csv").read_text().splitlines()
+    return (run_dir / "checkpoint.msgpack").read_bytes(), [row.rpartition(",")[0] for row in rows]
+
+
+def storm(script: Path, folder: Path, kills: int, options: list[str]) -> dict:
+    """Returns the number of kills and whether the files are the same. Exits if a run fails."""
+    calls = 8 * (kills + 1)  # more than fit between the kills
+    defaults = OPTIONS.get(script.stem, PPO).format(calls=calls, steps=64 * calls)
+    options = [*defaults.split(), *options]
+    undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
+    finish(start(script, undisturbed, options))  # fills the cache of compiled programs
+    begin = time.perf_counter()
+    finish(start(script, undisturbed, options))  # trains no further
+    startup = time.perf_counter() - begin
+    summary = json.loads((undisturbed / "summary.json").read_text())
+    call = summary["train_seconds"] / calls + 0.003  # for the files
+    killed = 0
+    for _ in range(kills):
+        killed += kill_at_random(start(script, disturbed, options), disturbed, startup, call)
+    finish(start(script, disturbed, options))
+    checkpoint, rows = read(undisturbed)
+    other_checkpoint, other_rows = read(disturbed)
+    return {
+        "kills": killed,
+        "checkpoint": checkpoint == other_checkpoint,
+        "metrics": rows == other_rows,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("scripts", nargs="+", help="ppo_ff.py, for example")
+    parser.add_argument("--kills", type=int, default=20, help="kills per script")
+    parser.add_argument("--seed", type=int, help="random seed of the moments")
+    words = sys.argv[1:]
+    end = words.index("--") if "--" in words else len(words)
+    args = parser.parse_args(words[:end])
+    random.seed(args.seed)
+    failed = 0
+    for name in args.scripts:
+        begin = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/cache")
+            os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+            result = storm(ROOT / name, Path(folder), args.kills, words[end + 1 :])
+        word = {True: "identical", False: "DIFFERS"}
+        print(
+            f"{name}: killed {result['kills']} times,"
+            f" checkpoint {word[result['checkpoint']]}, metrics.csv {word[result['metrics']]},"
+            f" {time.perf_counter() - begin:.0f} s",
+            flush=True,
+        )
+        failed += not (result["checkpoint"] and result["metrics"])
+    return failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())
