@@ -358,7 +358,7 @@ def test_a_picture_moves_with_its_state(env_id, script):
     draw, advance, fps = make_viewer(env_id)
     _, state = reset(jax.random.PRNGKey(0))
     before = draw(state)
-    for key in jax.random.split(jax.random.PRNGKey(1), 3):
+    for key in jax.random.split(jax.random.PRNGKey(1), 5):
         action = jax.random.randint(key, (), 0, num_actions)
         if script == "ppo_continuous":
             action = jax.random.uniform(key, (num_actions,), minval=-1.0)
