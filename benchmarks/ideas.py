@@ -55,10 +55,14 @@ IDEAS = {  # name: script, configuration, replacements
         EMPTY,
         [
             (
-                "conv = dense(factor * config.conv_size, 2**0.5, dtype)",
+                "x = jnp.concatenate([x[:, :, :-1], x[:, :, 1:]], axis=-1)",
                 'conv = nn.Conv(factor * config.conv_size, (2, 2), padding="VALID")',
             ),
-            ("nn.relu(conv(jnp.concatenate(patches, axis=-1)))", "nn.relu(conv(x))"),
+            (
+                "x = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=-1)",
+                "x = nn.relu(conv(x))",
+            ),
+            ("x = nn.relu(dense(factor * config.conv_size, 2**0.5, dtype)(x))", ""),
         ],
     ),
     "embedding as a lookup, not as a product (Empty)": (
@@ -67,8 +71,9 @@ IDEAS = {  # name: script, configuration, replacements
         [
             (
                 "x = embed(jnp.concatenate([tile, color], axis=-1))",
-                "tiles = nn.Embed(NUM_TILES, config.embedding_size)\n"
-                "            colors = nn.Embed(NUM_COLORS, config.embedding_size)\n"
+                "constants, size = xminigrid.core.constants, config.embedding_size\n"
+                "            tiles = nn.Embed(constants.NUM_TILES, size)\n"
+                "            colors = nn.Embed(constants.NUM_COLORS, size)\n"
                 "            x = tiles(obs.grid[..., 0]) + colors(obs.grid[..., 1])",
             )
         ],
@@ -83,7 +88,7 @@ IDEAS = {  # name: script, configuration, replacements
         EMPTY,
         [
             (
-                "jax.lax.cond(rollout.truncated.any(), critic, lambda _: rollout.value, final)",
+                "jax.lax.fori_loop(0, jnp.int32(rollout.truncated.any()), once, rollout.value)",
                 "critic(final)",
             )
         ],
@@ -92,10 +97,12 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_rnn",
         EMPTY,
         [
+            ("inputs = nn.Dense(3 * self.hidden_size, dtype=self.dtype)(", "inputs = ("),
             (
-                "inputs = nn.Dense(3 * size, dtype=self.dtype)(x)",
-                'inputs, weights = x, self.param("w", nn.initializers.lecun_normal(),'
-                " (x.shape[-1], 3 * size))",
+                "kernel = self.param(",
+                'weights = self.param("w", nn.initializers.lecun_normal(),'
+                " (x.shape[-1], 3 * self.hidden_size))\n"
+                "        kernel = self.param(",
             ),
             ("jnp.split(inputs, 3)", "jnp.split(inputs @ weights, 3)"),
         ],
@@ -168,7 +175,12 @@ IDEAS = {  # name: script, configuration, replacements
     "no reset in the step: what a pool could save at most (DoorKey)": (
         "ppo_rnn",
         DOORKEY,
-        [("optax.tree.where(done, reset(key), (next_obs, timestep))", "next_obs, timestep")],
+        [
+            (
+                "optax.tree.where(timestep.last(), reset(key), (next_obs, timestep))",
+                "next_obs, timestep",
+            )
+        ],
     ),
 }
 
@@ -233,7 +245,8 @@ def main():
             for rates, more in zip((plain, changed), json.loads(result.stdout), strict=True):
                 rates += more
         if result.returncode:
-            print(f"| {name} | {result.stderr.strip().splitlines()[-1]} |", flush=True)
+            last = (result.stderr.strip().splitlines() or ["killed"])[-1]
+            print(f"| {name} | {last} |", flush=True)
             continue
         spans = [
             f"{statistics.median(x):,.0f} ({min(x):,.0f} – {max(x):,.0f})" for x in (plain, changed)

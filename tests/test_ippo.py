@@ -154,9 +154,15 @@ def toy(use):
     use(Toy(3))
 
 
-def train(config, seed=0):
+@pytest.fixture
+def no_evaluation(monkeypatch):
+    """Evaluation, which alone uses fori_loop, compiles for as long as an update."""
+    monkeypatch.setattr(jax.lax, "fori_loop", lambda lower, upper, body, state: state)
+
+
+def train(config):
     """Returns the state before and after, and metrics [updates, S], without the devices' axis."""
-    state, program = start(ippo, config, seed)
+    state, program = start(ippo, config)
     before = to_numpy(state)
     after, metrics = to_numpy(program(state))
     first = lambda tree: jax.tree.map(lambda x: x[0], tree)
@@ -207,7 +213,7 @@ def plain_env(env):
     return lambda config: (reset, step, 3)
 
 
-def test_training_one_agent_is_ppo_ff(use, monkeypatch):
+def test_training_one_agent_is_ppo_ff(use, monkeypatch, no_evaluation):
     """Three updates of several epochs and minibatches, time limits and terminations included."""
     env = Toy(num_agents=1)
     use(env)
@@ -253,7 +259,7 @@ class Hashed(distrax.Categorical):
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_permuting_the_agents_permutes_the_results(use, monkeypatch, share):
+def test_permuting_the_agents_permutes_the_results(use, monkeypatch, share, no_evaluation):
     monkeypatch.setattr(ippo.distrax, "Categorical", Hashed)
     config = small(share_parameters=share, num_minibatches=1, actor_lr=0.01)
     order = [2, 0, 1]
@@ -364,11 +370,10 @@ def test_a_component_that_does_not_exist_counts_for_nothing():
         assert (np.array(grads).reshape(3, 2, 4)[2][..., mask] != 0).all()
 
 
-@pytest.mark.parametrize("share", [False, True])
-def test_no_agent_ever_does_what_is_forbidden(use, share):
+def test_no_agent_ever_does_what_is_forbidden(use):
     """Its reward is 0 for what is legal and -1 for the rest."""
     use(Forbidden(3))
-    _, after, metrics = train(small(share_parameters=share, num_envs=16, total_timesteps=512))
+    _, after, metrics = train(small(num_envs=16, total_timesteps=512))
     assert metrics["episode/count"].min() > 0
     assert (metrics["episode/return"] == 0).all()
     assert after.eval_return == 0
@@ -392,7 +397,7 @@ def records(monkeypatch):
     return kept
 
 
-def test_one_agents_reward_does_not_leak_into_anothers(use, records):
+def test_one_agents_reward_does_not_leak_into_anothers(use, records, no_evaluation):
     """Neither into its advantages nor into its network."""
     config = small(share_parameters=False, total_timesteps=32)
     params = []
@@ -468,7 +473,9 @@ def test_an_environment_without_its_clock_is_an_error(use, env_id, clock):
         ippo.make_env(small(env_id=env_id))
 
 
-def test_the_bootstrap_of_a_cut_agent_is_the_value_of_its_final_observation(use, records):
+def test_the_bootstrap_of_a_cut_agent_is_the_value_of_its_final_observation(
+    use, records, no_evaluation
+):
     use(Toy(3))
     config = small(num_envs=32, num_steps=12, total_timesteps=384)
     state, program = start(ippo, config)
@@ -500,7 +507,7 @@ def test_the_bootstrap_of_a_cut_agent_is_the_value_of_its_final_observation(use,
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_nothing_is_learned_from_an_agent_that_has_left(use, share, full_optimization):
+def test_nothing_is_learned_from_an_agent_that_has_left(use, share, no_evaluation):
     """What it sees and is paid after its end changes no bit of any network."""
     config = small(share_parameters=share, num_envs=8, actor_lr=0.01)
     results = []
@@ -598,7 +605,7 @@ def test_rings_needs_agents_that_tell_their_observations_apart():
 
 
 @pytest.mark.parametrize("share", [True, False])
-def test_rings_is_learned(share, full_optimization):
+def test_rings_is_learned(share):
     config = ippo.Config(
         env_id="rings",
         total_timesteps=100_000,
@@ -624,7 +631,7 @@ def test_share_parameters_decides_the_number_of_networks(toy, share, networks):
 
 
 @pytest.mark.parametrize("still, moves", [("actor", "critic"), ("critic", "actor")])
-def test_actor_and_critic_have_learning_rates_of_their_own(toy, still, moves):
+def test_actor_and_critic_have_learning_rates_of_their_own(toy, still, moves, no_evaluation):
     before, after, _ = train(small(**{f"{still}_lr": 1e-12}))
     before, after = parts_of(before), parts_of(after)
     assert_close(before[still], after[still], rtol=0, atol=1e-10)
@@ -649,7 +656,7 @@ def two_epochs():
 
 
 @pytest.mark.parametrize("part, other", [("actor", "critic"), ("critic", "actor")])
-def test_actor_and_critic_have_epochs_of_their_own(toy, two_epochs, part, other):
+def test_actor_and_critic_have_epochs_of_their_own(toy, two_epochs, part, other, no_evaluation):
     """Whichever finishes first is frozen, its optimizer included."""
     _, after, metrics = train(small(**ONE_STEP, **{f"{part}_epochs": 5}))
     assert metrics[f"{part}/epochs"] == 5 and metrics[f"{other}/epochs"] == 2
@@ -659,7 +666,7 @@ def test_actor_and_critic_have_epochs_of_their_own(toy, two_epochs, part, other)
     assert differ(two_epochs[part], parts_of(after)[part])
 
 
-def test_target_kl_stops_the_actor_after_the_epoch_that_exceeds_it(toy, two_epochs):
+def test_target_kl_stops_the_actor_after_the_epoch_that_exceeds_it(toy, two_epochs, no_evaluation):
     """Measured before an epoch's only step, the KL exceeds its target in the second one."""
     base = {"actor_epochs": 4, "critic_epochs": 3, "target_kl": 1e-9}
     _, after, metrics = train(small(**ONE_STEP, **base))
@@ -670,7 +677,7 @@ def test_target_kl_stops_the_actor_after_the_epoch_that_exceeds_it(toy, two_epoc
     assert differ(two_epochs["critic"], after["critic"])
 
 
-def test_target_kl_stops_every_network_by_itself(use):
+def test_target_kl_stops_every_network_by_itself(use, no_evaluation):
     use(Toy(3, scale={"agent_0": 0.0}))
     rates = {"actor_lr": 0.02, "ent_coef": 0.0, "actor_epochs": 6, "target_kl": 0.016}
     _, after, metrics = train(small(**ONE_STEP, **rates, share_parameters=False))
@@ -725,10 +732,9 @@ def test_the_initial_return_is_that_of_the_initial_parameters(toy):
     assert metrics["eval/initial_return"][0] == pytest.approx(after.eval_return, rel=1e-6)
     # Also of parameters that were put in after `init`, as those of --init-from.
     state, program = start(ippo, small(eval_greedy=True, actor_lr=1e-12))
-    bias = lambda path, x: (
-        x + 9 * jnp.arange(3) * ("'Dense_2']['bias" in jax.tree_util.keystr(path))
-    )
-    actor = jax.tree_util.tree_map_with_path(bias, state.params["params"]["actor"])
+    actor = state.params["params"]["actor"]
+    head = {**actor["Dense_2"], "bias": jnp.array([[[0.0, 0.0, 9.0]]])}
+    actor = {**actor, "Dense_2": head}
     params = {"params": {**state.params["params"], "actor": actor}}
     _, metrics = program(state._replace(params=params))
     by_hand = walk([[2, 2, 2]] * 5)[1].sum()  # action 2 always
@@ -789,7 +795,7 @@ def test_a_finished_run_can_be_extended(toy, finished, tmp_path):
     assert not any(r["eval/initial_return"] for r in after[2:])
 
 
-def test_a_run_that_is_not_finite_names_no_option_that_is_missing(use, tmp_path):
+def test_a_run_that_is_not_finite_names_no_option_that_is_missing(use, tmp_path, no_evaluation):
     """It advised --lr, where there are --actor-lr and --critic-lr."""
     use(Toy(3, scale={"agent_0": np.nan}))
     with pytest.raises(SystemExit) as stop:
@@ -910,7 +916,6 @@ def test_the_time_limit_of_mabrax_is_found_and_its_final_observation_kept():
     (_, obs, *_, next_obs), (_, before, *_) = seen[2], seen[1]
     change = lambda x, y: np.abs(np.array(x.features) - np.array(y.features)).max()
     assert 0 < change(next_obs, before) < 10 and change(next_obs, obs) > 1e-3
-    assert not obs.features[:, 0].std() == 0
 
 
 @needs_jaxmarl
@@ -919,10 +924,9 @@ def test_the_time_limit_of_mabrax_is_found_and_its_final_observation_kept():
     [
         ("MPE_simple_speaker_listener_v4", True),  # 3 and 5 actions, observations of 3 and 11
         ("MPE_simple_facmac_v1", False),  # continuous
-        ("coin_game", True),  # integers
     ],
 )
-def test_environments_of_jaxmarl_train(env_id, share):
+def test_environments_of_jaxmarl_train(env_id, share, no_evaluation):
     config = small(env_id=env_id, share_parameters=share, num_envs=2, num_steps=32)
     _, after, metrics = train(config)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
