@@ -134,7 +134,7 @@ def load_tasks(config: Config, params):
     try:
         benchmark = xminigrid.load_benchmark(config.benchmark_id)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"{error}; name the folder of its file in XLAND_MINIGRID_DATA") from None
+        raise ConfigError(f"benchmark_id: {error}; set XLAND_MINIGRID_DATA to its folder") from None
     if config.ruleset_id is None:
         return lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
     if config.ruleset_id >= benchmark.num_rulesets():
@@ -195,13 +195,10 @@ class GRU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, ...], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
-        inputs = nn.Dense(3 * self.hidden_size, dtype=self.dtype)(
-            x
-        )  # [T, 3 H] of all steps in one product
-        kernel = self.param(
-            "kernel", nn.initializers.orthogonal(), (self.hidden_size, 3 * self.hidden_size)
-        )
-        bias = self.param("bias", nn.initializers.zeros, (self.hidden_size,))
+        size = self.hidden_size
+        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, 3 H] of all steps in one product
+        kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size))
+        bias = self.param("bias", nn.initializers.zeros, (size,))
         kernel, bias, hidden = (x.astype(inputs.dtype) for x in (kernel, bias, hidden))
 
         def step(hidden, x):
@@ -236,9 +233,10 @@ class ActorCritic(nn.Module):
             embed = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)
             x = embed(jnp.concatenate([tile, color], axis=-1))  # [T, V, V, embedding_size]
         for factor in (1, 2, 4)[: x.shape[1] - 1]:  # a view of 3 x 3 has room for two
-            x = jnp.concatenate([x[:, :, :-1], x[:, :, 1:]], axis=-1)
-            x = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=-1)
-            x = nn.relu(dense(factor * config.conv_size, 2**0.5, dtype)(x))
+            h, w = x.shape[1] - 1, x.shape[2] - 1  # im2col: a dense layer on patches
+            patches = [x[:, i : h + i, j : w + j] for i in range(2) for j in range(2)]
+            conv = dense(factor * config.conv_size, 2**0.5, dtype)
+            x = nn.relu(conv(jnp.concatenate(patches, axis=-1)))
         direction = jax.nn.one_hot(obs.direction, 4)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
         features = [x.reshape(len(x), -1), direction, prev_action, obs.prev_reward[:, None]]
@@ -490,7 +488,8 @@ def make_train(config: Config) -> tuple:
     def update_step(state, _):
         def step_envs(runner, _):
             runner, rollout = jax.vmap(step, (None, 0))(state.params, runner)  # [N]
-            # Only a time limit needs this pass, 18 % of the time; the barrier keeps it in the loop.
+            # Only a time limit needs this pass, 18 % of the time. Unlike lax.cond, a loop skips it
+            # under vmap over seeds, too; the barrier keeps XLA from hoisting its body.
             final = runner._replace(obs=rollout.next_obs, done=jnp.zeros_like(runner.done))
             once = lambda _, value: critic(jax.lax.optimization_barrier((final, value))[0])
             value = jax.lax.fori_loop(0, jnp.int32(rollout.truncated.any()), once, rollout.value)
