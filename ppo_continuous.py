@@ -12,7 +12,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_continuous.py
 
--161 ± 7 over 5 seeds; 198k steps/s on two CPU cores.
+-163 ± 11 on Pendulum-v1 over 32 seeds (--num-seeds 32 --seed 2).
 """
 
 # /// script

@@ -11,7 +11,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_ff.py
 
-500 ± 0 over 5 seeds; 200k steps/s and 12 s for the whole command on two CPU cores.
+500 ± 0 on CartPole-v1 over 5 seeds (--num-seeds 5).
 """
 
 # /// script

@@ -13,7 +13,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_obs_norm.py
 
--152 ± 9 over 5 seeds; 207k steps/s on two CPU cores.
+-155 ± 4 on Pendulum-v1 over 5 seeds (--num-seeds 5).
 """
 
 # /// script

@@ -11,7 +11,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_rnn.py --env-id MiniGrid-Empty-6x6 --num-envs 8192
 
-0.956 ± 0.0001 over 3 seeds; 0.964 ± 0.001 on MiniGrid-DoorKey-5x5 over 3 seeds, 3M steps each.
+0.956 ± 0.0001 over 3 seeds, 3M steps each, measured before the last rewrite.
 """
 
 # /// script

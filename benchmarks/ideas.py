@@ -55,14 +55,10 @@ IDEAS = {  # name: script, configuration, replacements
         EMPTY,
         [
             (
-                "x = jnp.concatenate([x[:, :, :-1], x[:, :, 1:]], axis=-1)",
+                "conv = dense(factor * config.conv_size, 2**0.5, dtype)",
                 'conv = nn.Conv(factor * config.conv_size, (2, 2), padding="VALID")',
             ),
-            (
-                "x = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=-1)",
-                "x = nn.relu(conv(x))",
-            ),
-            ("x = nn.relu(dense(factor * config.conv_size, 2**0.5, dtype)(x))", ""),
+            ("conv(jnp.concatenate(patches, axis=-1))", "conv(x)"),
         ],
     ),
     "embedding as a lookup, not as a product (Empty)": (
@@ -97,11 +93,11 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_rnn",
         EMPTY,
         [
-            ("inputs = nn.Dense(3 * self.hidden_size, dtype=self.dtype)(", "inputs = ("),
+            ("inputs = nn.Dense(3 * size, dtype=self.dtype)(", "inputs = ("),
             (
                 "kernel = self.param(",
                 'weights = self.param("w", nn.initializers.lecun_normal(),'
-                " (x.shape[-1], 3 * self.hidden_size))\n"
+                " (x.shape[-1], 3 * size))\n"
                 "        kernel = self.param(",
             ),
             ("jnp.split(inputs, 3)", "jnp.split(inputs @ weights, 3)"),

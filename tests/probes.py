@@ -251,8 +251,7 @@ def make_player(module, config):
     def one_step(params, key, env_state, obs, memory):
         key, action_key, step_key = jax.random.split(key, 3)
         distribution, _, memory = policy(params, obs, memory)
-        greedy = config.eval_greedy
-        action = distribution.mode() if greedy else distribution.sample(seed=action_key)
+        action = distribution.sample(seed=action_key)
         outcome = step(step_key, env_state, to_env(distribution, action))
         obs, env_state, reward, terminated, truncated, _ = outcome
         return (key, env_state, obs, memory), reward, terminated | truncated

@@ -248,8 +248,10 @@ def test_metrics_do_not_grow_with_the_rollout(module):
     assert shapes[2] == shapes[0]  # nor does the carry between updates
 
 
-def test_sweep_over_traced_numbers_is_that_of_separate_runs(module):
+@pytest.mark.parametrize("script", ["ppo_ff", "ppo_rnn"])  # the same functions as in the others
+def test_sweep_over_traced_numbers_is_that_of_separate_runs(script):
     """init_seed and train_seed vmapped over fields of Config."""
+    module = load_script(script)
     numbers = {"lr": [1e-2, 1e-3], "ent_coef": [0.0, 0.3], "gamma": [0.9, 0.8]}
     with probes_for(module):
         config = probe_config(module, "Clock", total_timesteps=64)

@@ -12,6 +12,7 @@ import pytest
 import rlax
 from conftest import SCRIPTS, load_script, tiny
 from probes import network_of, probe_config, probes_for, start, to_numpy
+from xminigrid.core.constants import NUM_TILES
 
 GAMMA, GAE_LAMBDA = 0.9, 0.8
 
@@ -571,7 +572,7 @@ def test_recurrent_network_is_that_of_flax(rnn):
         return {"params": params[f"Dense_{i}"]}
 
     embedding = params["Dense_0"]["kernel"]
-    x = embedding[obs.grid[..., 0]] + embedding[rnn.NUM_TILES + obs.grid[..., 1]]  # [5, 5, 3]
+    x = embedding[obs.grid[..., 0]] + embedding[NUM_TILES + obs.grid[..., 1]]  # [5, 5, 3]
     for i, channels in ((1, 2), (2, 4), (3, 8)):
         kernel = params[f"Dense_{i}"]["kernel"].reshape(2, 2, x.shape[-1], channels)
         conv_params = {"kernel": kernel, "bias": params[f"Dense_{i}"]["bias"]}
