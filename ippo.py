@@ -584,7 +584,7 @@ def make_train(config: Config) -> tuple:
         return TrainState(key, params, opt_state, runner, params, jnp.full(len(names), jnp.nan))
 
     def train_seed(state):
-        is_first = state.update == 0
+        is_first = state.update == 0  # an extra round, -1, evaluates the initial parameters
         state = state._replace(best=optax.tree.where(is_first, state.params, state.best))
         state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
         # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485) takes ten more rounds.
