@@ -708,7 +708,7 @@ def test_two_seeds_of_breakout_finish(tmp_path, full_optimization):
     """XLA:CPU can deadlock in a PPO with vmapped seeds on two cores."""
     command = f"""
         {sys.executable} -W ignore {ROOT / "ppo_ff.py"} --env-id Breakout-MinAtar --num-seeds 2
-        --num-envs 64 --num-steps 64 --total-timesteps 40_000 --num-evals 1 --eval-episodes 2
+        --num-envs 64 --num-steps 64 --total-timesteps 16_384 --num-evals 1 --eval-episodes 2
         --run-dir {tmp_path / "run"}
     """
     subprocess.run(textwrap.dedent(command).split(), check=True, timeout=200, cwd=tmp_path)
