@@ -9,7 +9,7 @@ has learned as well; q predicts returns. One update:
     targets      advantages = Retrace(q of the target network)
                  policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
     divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
-                 + 0.2 cross_entropy(q, Retrace), minimized by one step of Adam
+                 + 0.2 cross_entropy(q, Retrace), reduced by one Adam step
 
 As in the original, a time limit counts as a termination, and the first step of an episode has no
 loss; values and targets agree to 1e-9 in float64 (tests/test_disco.py). Deviation: num_envs,
@@ -88,7 +88,7 @@ class Config:
     hidden_size: int = 512  # width of the first layer
     feature_size: int = 512  # width of the second layer, which all outputs read
     model_size: int = 128  # width of the LSTM that models the effect of an action
-    branch_size: int = 128  # width of the layer between that LSTM and each of its outputs
+    branch_size: int = 128  # width of the layers between that LSTM and the outputs
     lr: float | None = None  # Adam learning rate; None: 1e-2, or 5e-4 and 1e-3 for the baselines
     max_update: float = 1.0  # clipping range of each entry of Adam's step
     gamma: float = 0.997  # discount factor
@@ -99,12 +99,12 @@ class Config:
     vf_coef: float | None = None  # value loss coefficient; None: 0.2, or 0.5 and 0
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in parallel
+    num_seeds: int = 1  # seeds trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder; start from its first seed's best
+    init_from: str = ""  # start from the best parameters of this run's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -114,7 +114,7 @@ class Config:
             low = 0 if name in ("seed", "ent_coef", "vf_coef", *fractions) else 1e-12
             high = 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value}: must lie between {low} and {high}")
+                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
 
     @property
     def batch_size(self) -> int:
@@ -131,7 +131,7 @@ class Config:
 
 
 def resolve(config: Config) -> Config:
-    """Fill in the settings of each rule, mostly those of the original code."""
+    """Fill in the rule's settings, mostly those of the original code."""
     defaults = {
         "disco": {"lr": 1e-2, "ent_coef": 0.0, "vf_coef": 0.2},
         "actor_critic": {"lr": 5e-4, "ent_coef": 0.2, "vf_coef": 0.5},
@@ -153,13 +153,13 @@ def make_env(config: Config) -> tuple:
     catch = re.fullmatch(r"Catch-([2-9]|[1-9]\d+)x([2-9]|[1-9]\d+)", config.env_id)
     if not catch and config.env_id not in known:
         nearest = difflib.get_close_matches(config.env_id, known, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: the nearest are {', '.join(nearest)}")
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
     sizes = {"rows": int(catch[1]), "columns": int(catch[2])} if catch else {}
     env, params = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
     try:
         params = params.replace(**json.loads(config.env_params or "{}"))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known are {', '.join(vars(params))}") from None
+        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
     space = env.observation_space(params)
     num_actions = getattr(env.action_space(params), "n", None)
     if num_actions is None:
@@ -185,7 +185,7 @@ def make_env(config: Config) -> tuple:
 
 # ---------------------------------------- network
 class AgentOutput(NamedTuple):
-    """Predictions from an observation. The baselines make only the first, or first and last."""
+    """Predictions from an observation. The baselines fill only logits, or logits and value."""
 
     logits: jax.Array  # [..., A] policy
     y: jax.Array | None = None  # [..., 600] of meta-learned meaning
@@ -203,7 +203,7 @@ def dense(features: int, name: str, stddev: float | None = None) -> nn.Dense:
 
 
 def lstm_cell(linear, x, hidden, cell):
-    """[..., I], [..., H], [..., H] -> (hidden, cell). The forget gate has a bias of one."""
+    """[..., I], [..., H], [..., H] -> (hidden, cell). The forget gate gets an extra bias of one."""
     gates = linear(jnp.concatenate([x, hidden], axis=-1))  # [..., 4 H]
     write, candidate, forget, output = jnp.split(gates, 4, axis=-1)
     cell = nn.sigmoid(forget + 1) * cell + nn.sigmoid(write) * nn.tanh(candidate)
@@ -218,7 +218,7 @@ class Agent(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
-        """One observation [...] -> AgentOutput. A given action takes the place of the axis A."""
+        """One observation [...] -> AgentOutput. With an action, only its outputs: no axis A."""
         config = self.config
         x = nn.relu(dense(config.hidden_size, "torso_0")(obs.ravel().astype(float)))
         x = dense(config.feature_size, "torso_1")(x)
@@ -276,11 +276,12 @@ class Embeddings(NamedTuple):
 
 
 def within(module: str) -> Embeddings:
+    """Embeddings below a module of the file."""
     return jax.tree.map(lambda x: dataclasses.replace(x, name=f"{module}/{x.name}"), Embeddings())
 
 
 class MetaNetwork(NamedTuple):
-    """Weights, by default their places in the file. A lifetime LSTM modulates a backward LSTM."""
+    """Weights, or their places in the file. A lifetime LSTM modulates a backward LSTM."""
 
     embeddings: Embeddings = within("lstm")
     lifetime_embeddings: Embeddings = within("lstm/~/meta_lstm/~unroll")
@@ -310,7 +311,7 @@ def random_weights(seed: int) -> MetaNetwork:
 
 
 def load_weights(source: str) -> MetaNetwork:
-    """The meta-network of an npz file, `random`, or empty for Disco103. Raises ConfigError."""
+    """The meta-network: an npz file, `random`, or if empty Disco103. Raises ConfigError."""
     if source == "random":
         return random_weights(0)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -352,7 +353,7 @@ class Transition(NamedTuple):
 
 
 class RunnerState(NamedTuple):
-    """Carry of the rollout of one environment."""
+    """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
     env_state: Any
@@ -385,7 +386,7 @@ class MetaState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
+    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
 
     key: jax.Array  # [2]
     params: Any
@@ -402,7 +403,7 @@ class TrainState(NamedTuple):
 
 
 def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the episodes that ended in a rollout [T, N]; NaN if none did."""
+    """Means over the episodes that ended in a rollout [N, L]; NaN if none did."""
     count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
     mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
     return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
@@ -417,7 +418,7 @@ def unsquash(x):
 
 
 def expected_return(logits):
-    """Categorical return [..., 601] -> its expectation [...]."""
+    """Categorical return [..., 601] -> its unsquashed mean [...]."""
     return unsquash(nn.softmax(logits) @ jnp.linspace(-MAX_VALUE, MAX_VALUE, NUM_BINS))
 
 
@@ -434,7 +435,7 @@ def clipped_ratio(logits, batch: Transition):
 
 
 def retrace(reward, discount, value, q, trace):
-    """Retrace (Munos et al. 2016, arXiv 1606.02647, eq. 4). Returns the target of q, [T, B].
+    """Retrace (Munos et al. 2016, arXiv 1606.02647). Returns the target of q, [T, B].
 
     All arrays are [T, B] but value [T + 1, B]. trace is lambda * min(1, importance ratio).
     """
@@ -465,7 +466,7 @@ class Values(NamedTuple):
     value: jax.Array  # [T + 1, B] of the online network
     target_q: jax.Array  # [T + 1, B, A] of the target network
     q_target: jax.Array  # [T, B] Retrace target of q
-    td: jax.Array  # [T, B] its distance from the online q
+    td: jax.Array  # [T, B] q_target minus the online q
     advantage: jax.Array  # [T, B] of the actions taken
     action_advantage: jax.Array  # [T + 1, B, A] of all actions
 
@@ -506,7 +507,7 @@ def make_features(embeddings: Embeddings, online, target, batch, values: Values,
     policy = jax.lax.stop_gradient(nn.softmax(online.logits))  # [T + 1, B, A]
     target_policy = jax.lax.stop_gradient(nn.softmax(target.logits))
     behavior_policy = nn.softmax(batch.logits)
-    values, (mean, std) = jax.lax.stop_gradient((values, moments.mean_and_std()))
+    mean, std = moments.mean_and_std()
     y, target_y = embeddings.embed_y(online.y), embeddings.embed_y(target.y)  # [T + 1, B]
     z, target_z = embeddings.embed_z(online.z), embeddings.embed_z(target.z)  # [T + 1, B, A]
     signed_log = lambda x: jnp.sign(x) * jnp.log1p(jnp.abs(x))
@@ -579,8 +580,8 @@ def lifetime_input(meta_net: MetaNetwork, step_features, hidden, y):
 
 
 def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: MetaState, config):
-    """The discovered rule, of arrays [T + 1, B, ...]. Returns (MetaTargets, Values, MetaState)."""
-    values = compute_values(online, target, batch, config)
+    """The discovered rule, on arrays [T + 1, B, ...]. Returns (MetaTargets, Values, MetaState)."""
+    values = jax.lax.stop_gradient(compute_values(online, target, batch, config))
     moments = meta.advantage.update(values.advantage, config.ema_decay)
     inputs = (online, target, batch, values, moments)
     step_features, actions = make_features(meta_net.embeddings, *inputs)
@@ -607,7 +608,7 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     returns, target = vtrace_advantage(*steps, jnp.zeros(batch.reward.shape), ratio, 1.0)
     meta = meta._replace(advantage=meta.advantage.update(returns, config.ema_decay))
     mean, std = meta.advantage.mean_and_std()
-    # Weighted like the returns: an action that the policy has abandoned has no advantage.
+    # Weighted like the returns: abandoned actions have no advantage.
     return (returns - ratio * mean) / std, target, meta
 
 
@@ -640,7 +641,7 @@ def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Co
 
 
 def disco_loss(output: AgentOutput, targets: MetaTargets, q_target, batch: Transition, config):
-    """Divergences from the targets. `output` [T + 1, B, ...] is of the actions taken."""
+    """Divergences from the targets. `output` [T + 1, B, ...] is for the actions taken."""
     next_logits = jax.lax.stop_gradient(output.logits[1:])
     losses = {
         "loss/policy": kl_divergence(targets.logits, output.logits[:-1]),
@@ -670,7 +671,7 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimizer, config):
     """One update from a batch [L, B, ...], differentiable with respect to `meta_net`.
 
-    Returns state with other params, target_params, opt_state and meta; targets; metrics.
+    Returns state with new params, target_params, opt_state and meta; targets; metrics.
     """
     unroll = jax.vmap(jax.vmap(network.apply, (None, 0, 0)), (None, 0, 0))
     online = unroll(state.params, batch.obs, None)
@@ -684,7 +685,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         td, value_target, meta = baseline_rule(online, batch, state.meta, config)  # td: advantage
         loss = lambda output: baseline_loss(output, td, value_target, batch, config)
 
-    # Without the outputs for actions not taken, an update takes 30 % less time.
+    # Without the outputs for actions not taken, an update takes 30% less time.
     loss_of = lambda params: loss(unroll(params, batch.obs, batch.action))
     grads, metrics = jax.grad(loss_of, has_aux=True)(state.params)
     if config.rule != "policy_gradient":
@@ -692,7 +693,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     updates, opt_state = optimizer.update(grads, state.opt_state)
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
-    step_size = 1 - config.target_decay
+    step_size = 1 - config.target_decay  # the old params
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -729,7 +730,7 @@ def step(network: Agent, env_step, params, runner: RunnerState, greedy=False):
 
 
 def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerState):
-    """A trajectory [L] of one environment."""
+    """Returns RunnerState, trajectory [L]."""
     play = lambda runner, _: step(network, env_step, params, runner)
     return jax.lax.scan(play, runner, None, num_steps)
 
@@ -739,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
+    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -747,13 +748,13 @@ def make_train(config: Config) -> tuple:
     num_envs, replay_size, replay_batch = (size // num_devices for size in sizes)  # N, C, B
     if any(size % num_devices for size in sizes):
         names = "num_envs, replay_size, replay_batch"
-        raise ConfigError(f"{names} = {sizes}: no multiples of {num_devices} devices")
+        raise ConfigError(f"{names} = {sizes}: must be multiples of {num_devices} devices")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
     if config.num_steps < 2 or trajectories < max(config.num_envs, config.replay_batch):
-        least = max(config.num_evals * config.num_envs, config.replay_batch) * config.num_steps
-        held = f"{trajectories} trajectories of num_steps = {config.num_steps}"
-        options = f"replay_size or total_timesteps (at least {least})"
-        raise ConfigError(f"the replay would hold {held}: raise {options}")
+        least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
+        least += -least % (config.num_evals * config.batch_size)
+        options = f"num_steps (>= 2), replay_size or total_timesteps (>= {least})"
+        raise ConfigError(f"the replay would hold {trajectories} trajectories: raise {options}")
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None
@@ -794,7 +795,7 @@ def make_train(config: Config) -> tuple:
         rows = jax.random.randint(replay_key, (replay_batch,), 0, filled)
         batch = jax.tree.map(lambda x: x[rows].swapaxes(0, 1), replay)  # [L, B, ...]
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
-        # While the replay fills up, nothing is learned and nothing measured.
+        # While the replay fills up, nothing is learned or measured.
         ready = filled >= replay_batch
         unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}
         metrics = optax.tree.where(ready, metrics, unmeasured)
@@ -835,7 +836,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file whole or not at all, even when killed."""
+    """Write a file atomically, from the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -843,19 +844,19 @@ def write(path: Path, content: bytes):
 
 
 def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError if options differ."""
+    """The run folder and its config.json. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir", "init_from", "track", "distributed"]
-    if (run_dir / "summary.json").exists():  # extend both in proportion
-        free += ["total_timesteps", "num_evals"]
-    for name, value in about.items():
-        if name not in free and value != stored.get(name):
-            raise ConfigError(f"{run_dir} has {name} = {stored.get(name)}, not {value}")
+    may_differ = ["run_dir", "init_from", "track", "distributed"]
+    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option not in may_differ and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
     about["device"] = jax.devices()[0].device_kind
     about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -864,7 +865,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint or a fresh `state`, as NumPy arrays."""
+    """The last checkpoint, `init_from` or `state`, in NumPy."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -876,20 +877,20 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is damaged or does not fit: {error}") from None
-    state = broadcast_one_to_all(state)  # others may not see the folder
+        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
+    state = broadcast_one_to_all(state)  # hosts may share no folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
-def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
-    """Write metrics [updates, S] to the table, after those of `done` updates."""
+def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
+    """Write metrics [updates, S] of the updates from `first` on."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + done * config.num_seeds :]  # past the checkpoint
+    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
     for i, seed in np.ndindex(metrics["eval/return"].shape):
-        env_steps = (done + 1 + i) * config.batch_size
+        env_steps = (first + i) * config.batch_size
         row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [done + 1 + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
         lines.append(",".join(map(str, cells)))
         if run:
             suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
@@ -900,7 +901,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # an import already started one
+        clear_backends()  # imports start one
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -909,12 +910,13 @@ def main(config: Config) -> dict:
     keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
-    calls = range(int(state.update.max()), config.num_updates, config.updates_per_eval)
+    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else pmap compiles when called
+    path.unlink(missing_ok=True)  # no longer finished
+    if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
@@ -924,21 +926,20 @@ def main(config: Config) -> dict:
         import wandb
 
         run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for done in bar:
+    for first in bar:
         start = time.perf_counter()
         state, metrics = train(state)
         metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
         seconds = time.perf_counter() - start
         train_seconds += seconds
         metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, done, run)
+        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: lower lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-
     returns = saved.eval_return[0]
     summary = about | {
         "env_steps": int(saved.update.max()) * config.batch_size,
@@ -961,7 +962,7 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2, without traceback."""
+    """The command line. Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
@@ -973,7 +974,7 @@ def cli():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir and the folder above")
+        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
 if __name__ == "__main__": cli()  # fmt: skip

@@ -1,18 +1,19 @@
-"""Meta-training of an update rule for reinforcement learning, as it discovered Disco103.
+"""Meta-training of an update rule for reinforcement learning, which discovered Disco103.
 
-Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, after the released notebook. A population of
+Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and its notebook. A population of
 agents learns with the meta-network's targets (disco.py); the meta-network follows the gradient of
 their later returns, back through their updates. One meta step:
 
-    act        each agent plays K rollouts and one for validation, with the same parameters
+    act        each agent plays K rollouts and one for validation, before any update
     update     K times: one step of the agent (disco.learn) and one of its critic
     judge      policy gradient of the updated agent on the validation rollout, advantages from the
-               critic, plus regularizers of the targets
-    meta step  differentiate through the K updates, average over agents; one step of Adam
+               critic, plus entropy bonuses and regularizers of the targets
+    meta step  differentiate through the K updates, average over agents; one Adam step
 
-Deviations: the critic credits a reward to the action that earned it (the original's is one step
-off); an agent is replaced by a new one after `lifetime` meta steps (`--lifetime None`: never, as
-in the original). weights.npz in the run folder fits `python disco.py --weights`.
+Deviations, besides smaller defaults: the critic credits a reward to the action that earned it (the
+original's is one step off); an agent is replaced by a new one after `lifetime` meta steps
+(`--lifetime None`: never, as in the original). weights.npz in the run folder fits
+`python disco.py --weights`.
 
 Shapes: L steps, T = L - 1 transitions, K inner updates, P agents, D devices; N environments are
 per agent and device.
@@ -25,7 +26,7 @@ to 45 minutes per run on one CPU core.
 """
 
 # /// script
-# dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro", "wandb"]
+# dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro"]
 # ///
 
 import dataclasses
@@ -61,12 +62,12 @@ class Config:
     # Environment
     env_id: str = "Catch-5x5"  # Catch-<rows>x<columns> or a gymnax environment
     env_params: str = ""  # JSON object of environment parameters
-    num_meta_steps: int = 1500  # updates of the meta-network
+    num_meta_steps: int = 1500  # updates of the meta-network (at most)
     num_envs: int = 32  # parallel environments per agent, over all devices
     num_steps: int = 17  # rollout length of an inner update
     valid_steps: int = 17  # rollout length for validation
     # Meta-training
-    weights: str = "random"  # initial meta-network: random, disco103 (downloaded once), an npz file
+    weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
     num_agents: int = 4  # population size
     lifetime: int | None = 600  # meta steps until an agent is replaced by a new one; None: never
@@ -83,7 +84,7 @@ class Config:
     max_update: float = 1.0  # clipping range of each entry of Adam's step
     gamma: float = 0.997  # discount factor
     trace_lambda: float = 0.95  # trace decay of Retrace
-    ema_decay: float = 0.99  # decay of the moments that normalize advantages
+    ema_decay: float = 0.99  # decay of the moments that normalize advantages (critics' too)
     target_decay: float = 0.9  # decay of the target network
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.2  # value loss coefficient
@@ -93,7 +94,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation and agent
     run_dir: str = ""  # run folder to start or continue; empty: a new one
 
-    # Functions of disco.py read these as well; they are no options here.
+    # Read by functions of disco.py; not options here.
     rule = "disco"
     init_from = ""
 
@@ -105,11 +106,7 @@ class Config:
             low = 2 if name in ("num_steps", "valid_steps") else low
             high = 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value}: must lie between {low} and {high}")
-        if self.num_meta_steps < self.num_evals:
-            raise ConfigError(
-                f"num_meta_steps = {self.num_meta_steps} < num_evals = {self.num_evals}"
-            )
+                raise ConfigError(f"{name} = {value} must lie between {low:g} and {high:g}")
 
     @property
     def num_seeds(self) -> int:
@@ -135,7 +132,7 @@ def load_weights(config: Config) -> disco.MetaNetwork:
 
 
 def weights_file(meta_net: disco.MetaNetwork) -> bytes:
-    """An npz file in the format of the released one, of arrays with an axis [D] in front."""
+    """`meta_net`, with a leading axis [D], as an npz file in the released format."""
     layers = jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear))
     arrays = {}
     for place, layer in zip(jax.tree.leaves(disco.MetaNetwork()), layers, strict=True):
@@ -152,7 +149,7 @@ class Critic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array) -> jax.Array:
-        """One observation [...] -> transformed value []."""
+        """One observation [...] -> squashed value []."""
         x = nn.relu(disco.dense(256, "torso_0")(obs.ravel().astype(float)))
         x = disco.dense(256, "torso_1")(x)
         return disco.dense(1, "value", 1e-2)(x).squeeze(-1)
@@ -160,16 +157,12 @@ class Critic(nn.Module):
 
 def unroll(network: nn.Module, params, *inputs):
     """Outputs of a network for inputs [L, N, ...]."""
-    apply = lambda *inputs: network.apply(params, *inputs)
-    return jax.vmap(jax.vmap(apply))(*inputs)
+    return jax.vmap(jax.vmap(partial(network.apply, params)))(*inputs)
 
 
-def judge(params, logits, batch: disco.Transition, config: Config):
-    """Transformed value [L, N] and V-trace advantage [T, N] under the policy of `logits`.
-
-    The advantage is also the error of the value.
-    """
-    output = unroll(Critic(), params, batch.obs)
+def critic_advantage(critic, logits, batch: disco.Transition, config: Config):
+    """Squashed value [L, N] and V-trace advantage [T, N] under the policy of `logits`."""
+    output = unroll(Critic(), critic, batch.obs)
     discount = config.critic_gamma * (1 - batch.done[:-1])
     ratio = disco.clipped_ratio(logits, batch)
     steps = (batch.reward[:-1], discount, disco.unsquash(output), ratio)
@@ -179,7 +172,7 @@ def judge(params, logits, batch: disco.Transition, config: Config):
 
 # ----------------------------------- inner update
 class AgentState(NamedTuple):
-    """A member of the population; outside of training, with axes [D, P] in front."""
+    """A member of the population; outside make_train, with leading axes [D, P]."""
 
     key: jax.Array  # [2]
     params: Any
@@ -194,7 +187,7 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """That of disco.py, with no meta-gradient through Adam's denominator."""
+    """That of disco.py, without a meta-gradient through Adam's denominator, as in the original."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
@@ -209,15 +202,15 @@ def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation
 
 
 def regularizer(targets: disco.MetaTargets, target_logits):
-    """Keeps the mean of each target near zero, and the policy's target near the target network."""
+    """Keeps each target's mean logit near zero and the policy target near the target network."""
     means = sum(x.mean() ** 2 for x in targets)
     target_logits = jax.lax.stop_gradient(target_logits)
     return 1e-3 * means + 1e-2 * disco.kl_divergence(target_logits, targets.logits).mean()
 
 
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
-    """Regression to the V-trace target, in steps of normalized size."""
-    output, advantage = judge(agent.critic, logits, batch, config)
+    """Moves the squashed value by the V-trace error over its standard deviation."""
+    output, advantage = critic_advantage(agent.critic, logits, batch, config)
     moments = agent.moments.update(advantage, config.ema_decay)
     _, std = moments.mean_and_std()
     goal = output[:-1] + advantage / std
@@ -256,13 +249,14 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     update = lambda agent, batch: inner_update(meta_net, agent, batch, network, config)
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = unroll(network, agent.params, valid.obs, valid.action)
-    _, advantage = judge(agent.critic, output.logits, valid, config)
-    # The moments that an agent keeps have seen training rollouts only.
+    _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
+    # Not kept: an agent's moments cover training rollouts only.
     mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
     entropy = mean_entropy(output.logits[:-1])
     loss = policy_loss - 1e-2 * entropy + penalty.mean()
+    # y on all L steps, as in the original.
     loss -= 1e-3 * (mean_entropy(output.y) + mean_entropy(output.z[:-1]))
     metrics = jax.tree.map(jnp.mean, metrics)
     metrics |= {"meta/loss": loss, "meta/policy": policy_loss, "meta/entropy": entropy}
@@ -271,7 +265,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
 
 # ------------------------------------------ train
 class TrainState(NamedTuple):
-    """Carry of the scan over meta steps; outside of it, with an axis [D] in front."""
+    """Training carry; outside make_train, with a leading axis [D]."""
 
     meta_net: disco.MetaNetwork
     opt_state: Any
@@ -282,12 +276,14 @@ class TrainState(NamedTuple):
 def make_train(config: Config) -> tuple:
     """Returns init(keys [D]) -> state and train(state) -> (state, metrics). Raises ConfigError.
 
-    Both are pmapped. `train` makes `updates_per_eval` meta steps, then evaluates the agents.
+    Both are pmapped. `train` takes `updates_per_eval` meta steps, then evaluates the agents.
     Metrics [D, updates, P] are NaN where nothing was measured.
     """
     num_devices = jax.device_count()
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
+    if config.updates_per_eval < 1:
+        raise ConfigError(f"num_meta_steps must be >= num_evals = {config.num_evals}")
     env_reset, env_step, num_actions = disco.make_env(config)
     network = disco.Agent(num_actions, config)
     meta_optimizer = optax.adam(config.meta_lr)
@@ -296,7 +292,7 @@ def make_train(config: Config) -> tuple:
 
     def init_agent(key):
         params_key, runner_key, key = jax.random.split(key, 3)
-        # The environments differ between devices, the networks must not.
+        # Environments differ between devices, but the networks must not.
         params_key, critic_key = jax.random.split(jax.lax.all_gather(params_key, "devices")[0])
         runner = jax.vmap(start)(jax.random.split(runner_key, config.num_envs // num_devices))
         params = network.init(params_key, runner.obs[0])
@@ -324,10 +320,10 @@ def make_train(config: Config) -> tuple:
     def act_all(agent):
         act_once = lambda agent, _: act(agent, config.num_steps)
         agent, batches = jax.lax.scan(act_once, agent, None, config.inner_updates)
-        return *act(agent, config.valid_steps), batches  # [K, L, N]
+        return *act(agent, config.valid_steps), batches  # agent, [L, N], [K, L, N]
 
     def population_loss(meta_net, agents, batches, valid):
-        loss = lambda *agent: meta_loss(meta_net, *agent, network, config)
+        loss = lambda *inputs: meta_loss(meta_net, *inputs, network, config)
         losses, aux = jax.vmap(loss)(agents, batches, valid)
         return losses.mean(), aux
 
@@ -373,19 +369,18 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError if options differ."""
+    """The run folder and its config.json. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir"]
-    if (run_dir / "summary.json").exists():  # extend both in proportion
-        free += ["num_meta_steps", "num_evals"]
-    for name, value in about.items():
-        if name not in free and value != stored.get(name):
-            raise ConfigError(f"{run_dir} has {name} = {stored.get(name)}, not {value}")
+    may_grow = ["num_meta_steps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option != "run_dir" and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
     about["device"] = jax.devices()[0].device_kind
     about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -401,31 +396,31 @@ def main(config: Config) -> dict:
     keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
     saved = state = disco.restore(init(keys), config, run_dir)
     num_updates = config.updates_per_eval * config.num_evals
-    calls = range(int(state.update.max()), num_updates, config.updates_per_eval)
+    calls = range(1 + int(state.update.max()), 1 + num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir))
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    bar = tqdm.tqdm(calls, str(run_dir))
+    path.unlink(missing_ok=True)  # no longer finished
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
     call_steps = config.updates_per_eval * config.batch_size * config.num_agents
-    for done in bar:
+    for first in bar:
         start = time.perf_counter()
         state, metrics = train(state)
         metrics = {k: np.array(x)[0] for k, x in metrics.items()}
         seconds = time.perf_counter() - start
         train_seconds += seconds
         metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        disco.write_rows(run_dir / "metrics.csv", config, metrics, done, None)
+        disco.write_rows(run_dir / "metrics.csv", config, metrics, first, None)
         finite = np.isfinite(metrics["meta/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: meta step {done + 1 + finite.argmin()} is not finite: lower meta_lr")
+            sys.exit(f"error: NaN or inf at meta step {first + finite.argmin()}: lower meta_lr")
         saved = jax.device_get(state)
         write(run_dir / "weights.npz", weights_file(saved.meta_net))
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.agents.eval_return.mean():.4g}")
-
     returns = saved.agents.eval_return[0]
     summary = about | {
         "env_steps": int(saved.update.max()) * config.batch_size,
@@ -442,7 +437,7 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2, without traceback."""
+    """The command line. Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
@@ -454,7 +449,7 @@ def cli():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir and the folder above")
+        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
 if __name__ == "__main__": cli()  # fmt: skip

@@ -1,19 +1,18 @@
 """Independent PPO for many agents, on JaxMARL environments.
 
 Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
-2011.09533). Agents are one more batch axis: one network reads observation and index of the agent,
+2011.09533). Agents are one more batch axis: one network reads each agent's observation and index,
 or each agent has its own network, by a `vmap` around the update.
 
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers and most implementations:
+one XLA program. Deliberate deviations from the papers or most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are normalized per minibatch, across all devices;
 - actor and critic have separate optimizers and epochs; `--target-kl` stops the actor alone;
-- between its own end and that of the episode, an agent has no gradient.
-`eval/return` is that of the team, the sum over agents; `eval/initial_return` in the first row is
-that of the initial parameters. Observations are flattened, smaller spaces padded.
+- an agent that ends before the episode has no gradient until the next one.
+`eval/return` is the team's: the sum over agents. Observations are flattened and padded to one size.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
 
@@ -74,7 +73,7 @@ class Config:
     num_envs: int = 16  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
     # Algorithm
-    share_parameters: bool = True  # one network for all agents, or one for each
+    share_parameters: bool = True  # one network for all agents, not one each
     actor_epochs: int = 2  # passes of the actor over each rollout
     critic_epochs: int = 2  # passes of the critic over each rollout
     num_minibatches: int = 4  # minibatches per epoch
@@ -85,18 +84,18 @@ class Config:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip the value as well, by the same range
+    clip_value: bool = False  # clip the value too, by the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
-    max_grad_norm: float = 0.5  # maximum gradient norm
+    max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in parallel
+    num_seeds: int = 1  # seeds trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder; start from its first seed's best
+    init_from: str = ""  # start from the best parameters of this run's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -105,7 +104,7 @@ class Config:
             low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef") else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value}: must lie between {low} and {high}")
+                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
 
     @property
     def batch_size(self) -> int:
@@ -126,9 +125,9 @@ class Rings:
     """Three agents, each on its own ring: the built-in environment, with JaxMARL's methods.
 
     Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
-    (a + k) % 3 - 1 cells: the right one of an agent is wrong for the others. Arriving pays 1 and
-    ends the agent's part, other steps cost 0.2; the time limit is 8 steps. From distance d the best
-    return is 1.2 - 0.2 d, on average 1 + 14 / 15 + 0.9 = 2.833 for the team.
+    (a + k) % 3 - 1 cells: what is right for one agent is wrong for the others. Arriving pays 1 and
+    ends the agent's part; other steps cost 0.2; the time limit is 8 steps. The best return from d
+    cells away, either way round, is 1.2 - 0.2 d; on average 1 + 14 / 15 + 0.9 = 2.833 per team.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
@@ -137,8 +136,8 @@ class Rings:
         return gymnax.environments.spaces.Discrete(3)
 
     def observe(self, state):
-        sizes = zip(self.agents, state["distance"], (3, 4, 5), strict=True)
-        return {name: jax.nn.one_hot(distance, size) for name, distance, size in sizes}
+        rings = zip(self.agents, state["distance"], (3, 4, 5), strict=True)
+        return {name: jax.nn.one_hot(distance, size) for name, distance, size in rings}
 
     def reset(self, key):
         distance = jax.random.randint(key, (3,), 1, 3 + jnp.arange(3))
@@ -157,7 +156,7 @@ class Rings:
         return self.observe(state), state, reward, done, {}
 
 
-# First word of env_id -> step counter in the state that the time limit stops; None: no time limit.
+# First word of env_id -> step counter in the state; None: no time limit.
 CLOCKS = {
     **dict.fromkeys(["MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav"], ".step"),
     **dict.fromkeys(["ant", "halfcheetah", "hopper", "humanoid", "walker2d"], ".info['steps']"),
@@ -168,11 +167,11 @@ CLOCKS = {
 
 
 class Observation(NamedTuple):
-    """Of one agent."""
+    """What one agent sees."""
 
-    features: jax.Array  # [F], for a shared network with the agent's index one-hot
+    features: jax.Array  # [F], with the agent's one-hot index for a shared network
     mask: jax.Array  # [A] legal actions, or components of a continuous action
-    active: jax.Array  # [] False from the agent's own end to that of the episode
+    active: jax.Array  # [] False from the agent's end until the episode's
 
 
 def load_env(config: Config):
@@ -181,7 +180,7 @@ def load_env(config: Config):
         params = json.loads(config.env_params or "{}")
         if config.env_id == "rings":
             return Rings(**params)
-        with contextlib.redirect_stdout(None):  # lists missing parts
+        with contextlib.redirect_stdout(None):  # warns of missing extras
             import jaxmarl
             from jaxmarl.environments.overcooked import overcooked_layouts as layouts
             from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as maps
@@ -190,12 +189,12 @@ def load_env(config: Config):
         known |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps.items()}
         if config.env_id not in known:
             nearest = difflib.get_close_matches(config.env_id, known, cutoff=0)
-            raise ConfigError(f"unknown env_id {config.env_id}: nearest are {', '.join(nearest)}")
+            raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
         if CLOCKS.get(config.env_id.split("_")[0]) == ".info['steps']":
             params["auto_reset"] = False  # Brax's own reset overwrites the final observation
         return jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
     except ImportError:
-        raise ConfigError(f"{config.env_id} needs JaxMARL: pip install '.[marl]'") from None
+        raise ConfigError(f"{config.env_id} needs JaxMARL: pip install jaxmarl") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{config.env_id}, env_params: {error}") from None
 
@@ -205,8 +204,8 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
     terminated, truncated, next_obs), the agents' names, and whether actions are continuous, in
-    [-1, 1]. All arrays but env_state have an axis K in front. `step` resets after an episode:
-    `obs` is then the first of the next one, but `next_obs` the true final observation.
+    [-1, 1]. All arrays outside env_state have a leading axis K. `step` resets after an episode:
+    `obs` then starts the next one, but `next_obs` is the true final observation.
     """
     env = load_env(config)
     obs, env_state = jax.eval_shape(env.reset, jax.random.key(0))
@@ -215,11 +214,11 @@ def make_env(config: Config) -> tuple:
     leaves = jax.tree.leaves_with_path(env_state)
     counters = [jax.tree_util.keystr(path) for path, x in leaves if not x.shape]
     if clock not in (None, *counters):
-        raise ConfigError(f"add the step counter of {family} to CLOCKS: {' or '.join(counters)}")
+        raise ConfigError(f"add {family} to CLOCKS, with None or one of {', '.join(counters)}")
     names = tuple(env.agents)
     spaces = [env.action_space(name) for name in names]
     continuous = not hasattr(spaces[0], "n")
-    if any(hasattr(space, "n") == continuous for space in spaces):
+    if len({hasattr(space, "n") for space in spaces}) > 1:
         raise ConfigError(f"{config.env_id} mixes discrete and continuous actions")
     sizes = [space.shape[0] if continuous else space.n for space in spaces]
     num_features = max(obs[name].size for name in names)
@@ -250,12 +249,12 @@ def make_env(config: Config) -> tuple:
         if continuous:
             action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
         actions = dict(zip(names, action, strict=True))
-        # An end that would have come with the clock at zero, too, is a termination.
+        # An end that also comes with the clock at zero is a termination.
         rewind = lambda path, x: jnp.zeros_like(x) if jax.tree_util.keystr(path) == clock else x
         rewound = jax.tree.map_with_path(rewind, env_state)
         _, _, _, done_anyway, _ = env.step_env(step_key, rewound, actions)
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
-        # SMAX pays the dead for the victory of their team.
+        # SMAX also pays dead agents when their team wins.
         ends = lambda done: active & (done["__all__"] | (stack(done) & (not is_smax)))
         terminated = ends(done) & ends(done_anyway)
         truncated = ends(done) & ~terminated
@@ -286,11 +285,11 @@ class ActorCritic(nn.Module):
         num_outputs = obs.mask.size * (1 + self.continuous)
         outputs = MLP(num_outputs, 0.01, self.hidden_size, name="actor")(obs.features)
         value = MLP(1, 1.0, self.hidden_size, name="critic")(obs.features).squeeze(-1)
-        # Masked outputs are constants, without gradient.
+        # Masked outputs are constants without gradient.
         value = jnp.where(obs.active, value, 0.0)
         mask = obs.mask & obs.active
-        if not self.continuous:  # finite, since 0 * log 0 = 0 in the entropy
-            masked = -1e9 * (1 + jnp.arange(mask.size))  # all masked: certainly the first action
+        if not self.continuous:
+            masked = -1e9 * (1 + jnp.arange(mask.size))  # all masked: the first action, not NaN
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value
         mean, log_std = jnp.split(outputs, 2)
         std = jnp.where(mask, jnp.exp(log_std), (2 * np.pi * np.e) ** -0.5)  # of entropy 0
@@ -305,7 +304,7 @@ class MLP(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """[F] -> [num_outputs]."""
-        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x.ravel()))
+        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x))
         x = nn.tanh(dense(self.hidden_size, 2**0.5)(x))
         return dense(self.num_outputs, self.scale)(x)
 
@@ -319,15 +318,15 @@ class Transition(NamedTuple):
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
-    terminated: jax.Array  # in a terminal state
-    truncated: jax.Array  # by a time limit
+    terminated: jax.Array  # reached a terminal state
+    truncated: jax.Array  # cut by a time limit
     next_obs: Observation  # the true one, even at the end of an episode
     done: jax.Array  # terminated, truncated or inactive
     episode: jax.Array  # [2] return and length so far
 
 
 class RunnerState(NamedTuple):
-    """Carry of the rollout of one environment."""
+    """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
     env_state: Any
@@ -337,14 +336,14 @@ class RunnerState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
+    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
 
     key: jax.Array  # [2]
     params: Any  # [K, ...] for one network per agent
     opt_state: Any
     runner: RunnerState  # [N]
     best: Any  # parameters that scored best_return
-    agent_returns: jax.Array  # [K] sum up to eval_return
+    agent_returns: jax.Array  # [K] that sum to eval_return
     update: jax.Array = np.int32(0)
     initial_return: jax.Array = np.float32(np.nan)
     eval_return: jax.Array = np.float32(np.nan)
@@ -358,7 +357,7 @@ def episode_stats(rollout: Transition, names: tuple[str, ...]) -> dict[str, jax.
     count = jax.lax.psum(over.sum(dtype=jnp.float32), "devices")
     mean = jax.lax.psum((rollout.episode * over[..., None]).sum((0, 1)), "devices") / count
     stats = {f"episode/return/{name}": mean[k, 0] for k, name in enumerate(names)}
-    stats |= {"episode/return": mean[:, 0].sum(), "episode/length": mean[:, 1].max()}
+    stats |= {"episode/return": mean[:, 0].sum(), "episode/length": mean[0, 1]}
     return stats | {"episode/count": count}
 
 
@@ -366,7 +365,7 @@ def episode_stats(rollout: Transition, names: tuple[str, ...]) -> dict[str, jax.
 def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
 
-    All arrays are [T, ...]. `next_value` is the value of the true next observation, `done` is
+    All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
     terminated | truncated. Returns (advantage, target).
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
@@ -386,7 +385,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
-    All arrays are [B, ...], the advantage normalized. Returns (loss, metrics), scalars.
+    All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
     """
     policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B, ...]
@@ -412,10 +411,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits | row makes training 20% faster than argsort does."""
+    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # too few random bits left
+    if row_bits > 16:  # leaves too few random bits
         return jnp.argsort(bits)
     return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
@@ -425,7 +424,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
+    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -463,7 +462,7 @@ def make_train(config: Config) -> tuple:
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         outcome = env_step(step_key, runner.env_state, action)
         obs, env_state, reward, terminated, truncated, next_obs = outcome
-        earned = jnp.stack([reward, runner.obs.active], axis=1)  # [K, 2]
+        earned = jnp.stack([reward, jnp.ones_like(reward)], axis=1)  # [K, 2]
         transition = Transition(
             obs=runner.obs,
             action=action,
@@ -504,7 +503,8 @@ def make_train(config: Config) -> tuple:
 
     def update_minibatch(state, minibatch):
         batch, advantage, target = minibatch  # [B, ...]
-        # Mean, variance and gradient are global, mean and variance of active agents.
+        # Mean, variance and gradient span all devices.
+        # Mean and variance are those of the active agents.
         weight = batch.obs.active / jnp.maximum(pmean(batch.obs.active.mean()), 1e-8)
         advantage -= pmean((weight * advantage).mean())
         advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
@@ -517,7 +517,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs of one network over samples [R, ...]. The KL stops those of the actor."""
+        """Epochs of one network over samples [R, ...]. A high KL stops the actor's."""
 
         def update_epoch(carry, x):
             state, stop = carry
@@ -528,7 +528,7 @@ def make_train(config: Config) -> tuple:
             metrics = jax.tree.map(jnp.mean, metrics)
             stop_actor = stop | (epoch >= config.actor_epochs)
             frozen = {"actor": stop_actor, "critic": epoch >= config.critic_epochs}
-            keep = lambda frozen, old, new: optax.tree.where(frozen, old, new)
+            keep = optax.tree.where
             params = jax.tree.map(keep, {"params": frozen}, state.params, updated.params)
             parts = state.opt_state._replace(inner_states=frozen)
             opt_state = jax.tree.map(keep, parts, state.opt_state, updated.opt_state)
@@ -536,13 +536,13 @@ def make_train(config: Config) -> tuple:
             return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, frozen)
 
         epochs = jnp.arange(max(config.actor_epochs, config.critic_epochs))
-        key, *keys = jax.random.split(state.key, 1 + len(epochs))
-        carry = (state._replace(key=key), jnp.bool(False))
-        xs = (epochs, jnp.stack(keys))
-        (state, _), (metrics, frozen) = jax.lax.scan(update_epoch, carry, xs)
-        metrics = jax.tree.map(lambda x: x[-1], metrics)  # of the last epoch
-        metrics |= {f"{name}/epochs": jnp.sum(~x, dtype=jnp.float32) for name, x in frozen.items()}
-        return state, metrics
+        keys = jax.random.split(state.key, 1 + len(epochs))
+        carry = (state._replace(key=keys[0]), jnp.bool(False))
+        (state, _), (metrics, frozen) = jax.lax.scan(update_epoch, carry, (epochs, keys[1:]))
+        count = {name: jnp.sum(~x) for name, x in frozen.items()}
+        last = lambda name: count["actor" if "policy" in name else "critic"] - 1
+        metrics = {name: x[last(name)] for name, x in metrics.items()}
+        return state, metrics | {f"{name}/epochs": jnp.float32(x) for name, x in count.items()}
 
     def update_networks(state, samples):
         """Samples [T, N, K, ...] are the batch of one network or, per agent, of K networks."""
@@ -564,9 +564,10 @@ def make_train(config: Config) -> tuple:
         advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
         samples = (rollout._replace(next_obs=None), advantage, target)
         state, metrics = update_networks(state, samples)
-        variance = lambda x: jnp.var(x, where=rollout.obs.active)
-        unexplained = pmean(variance(target - rollout.value) / variance(target))
-        metrics["value/explained_variance"] = 1 - unexplained
+        error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
+        active = jax.lax.all_gather(rollout.obs.active, "devices")
+        explained = 1 - jnp.var(error, where=active) / jnp.var(target, where=active)
+        metrics["value/explained_variance"] = explained
         metrics["optim/lr"] = learning_rate(config.actor_lr, state.update)
         metrics |= episode_stats(rollout, names)
         return state._replace(runner=runner, update=state.update + 1), metrics
@@ -608,7 +609,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file whole or not at all, even when killed."""
+    """Write a file atomically, from the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -616,19 +617,19 @@ def write(path: Path, content: bytes):
 
 
 def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError if options differ."""
+    """The run folder and its config.json. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir", "init_from", "track", "distributed"]
-    if (run_dir / "summary.json").exists():  # extend both in proportion
-        free += ["total_timesteps", "num_evals"]
-    for name, value in about.items():
-        if name not in free and value != stored.get(name):
-            raise ConfigError(f"{run_dir} has {name} = {stored.get(name)}, not {value}")
+    may_differ = ["run_dir", "init_from", "track", "distributed"]
+    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option not in may_differ and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
     about["device"] = jax.devices()[0].device_kind
     about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -637,7 +638,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint or a fresh `state`, as NumPy arrays."""
+    """The last checkpoint, `init_from` or `state`, in NumPy."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -649,20 +650,20 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is damaged or does not fit: {error}") from None
-    state = broadcast_one_to_all(state)  # others may not see the folder
+        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
+    state = broadcast_one_to_all(state)  # hosts may share no folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
-def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
-    """Write metrics [updates, S] to the table, after those of `done` updates."""
+def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
+    """Write metrics [updates, S] of the updates from `first` on."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + done * config.num_seeds :]  # past the checkpoint
+    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
     for i, seed in np.ndindex(metrics["eval/return"].shape):
-        env_steps = (done + 1 + i) * config.batch_size
+        env_steps = (first + i) * config.batch_size
         row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [done + 1 + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
         lines.append(",".join(map(str, cells)))
         if run:
             suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
@@ -673,7 +674,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # an import already started one
+        clear_backends()  # imports start one
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -682,12 +683,13 @@ def main(config: Config) -> dict:
     keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
-    calls = range(int(state.update.max()), config.num_updates, config.updates_per_eval)
+    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else pmap compiles when called
+    path.unlink(missing_ok=True)  # no longer finished
+    if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
@@ -697,21 +699,20 @@ def main(config: Config) -> dict:
         import wandb
 
         run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for done in bar:
+    for first in bar:
         start = time.perf_counter()
         state, metrics = train(state)
         metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
         seconds = time.perf_counter() - start
         train_seconds += seconds
         metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, done, run)
+        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: lower lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-
     returns = saved.eval_return[0]
     summary = about | {
         "env_steps": int(saved.update.max()) * config.batch_size,
@@ -734,7 +735,7 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2, without traceback."""
+    """The command line. Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
@@ -746,7 +747,7 @@ def cli():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir and the folder above")
+        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
 if __name__ == "__main__": cli()  # fmt: skip

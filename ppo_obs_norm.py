@@ -1,13 +1,13 @@
-"""PPO with normalized observations and rewards, on gymnax and Brax environments.
+"""PPO with normalized observations and rewards, on any gymnax or Brax environment.
 
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers and most implementations:
+one XLA program. Deliberate deviations from the papers or most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are normalized per minibatch, across all devices;
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
-- observation statistics are frozen during a rollout and its update: the first ratio is 1.
+- observation statistics are fixed during a rollout and its update, so the first ratios are 1.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
@@ -68,26 +68,26 @@ class Config:
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clipped or squashed to the bounds
-    normalize_reward: bool = True  # divide rewards by the standard deviation of the returns
+    normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # width of the dense layers
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.97  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip the value as well, by the same range
+    clip_value: bool = False  # clip the value too, by the same range
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
-    max_grad_norm: float = 0.5  # maximum gradient norm
+    max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in parallel
+    num_seeds: int = 1  # seeds trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder; start from its first seed's best
+    init_from: str = ""  # start from the best parameters of this run's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -96,7 +96,7 @@ class Config:
             low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value}: must lie between {low} and {high}")
+                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
 
     @property
     def batch_size(self) -> int:
@@ -118,19 +118,19 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
     terminated, truncated, next_obs), the number of actions and whether they are discrete. `step`
-    resets after an episode: `obs` is then the first of the next one, but `next_obs` the true final
+    resets after an episode: `obs` then starts the next one, but `next_obs` is the true final
     observation. Continuous actions lie in [-1, 1].
     """
     if config.env_id.startswith("brax/"):
         return make_brax_env(config)
     if config.env_id not in gymnax.registered_envs:
         nearest = difflib.get_close_matches(config.env_id, gymnax.registered_envs, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: the nearest are {', '.join(nearest)}")
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
     env, params = gymnax.make(config.env_id)
     try:
         params = params.replace(**json.loads(config.env_params or "{}"))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known are {', '.join(vars(params))}") from None
+        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
     space = env.action_space(params)
     obs_space = env.observation_space(params)
     is_discrete = hasattr(space, "n")
@@ -156,15 +156,15 @@ def make_brax_env(config: Config) -> tuple:
     try:
         import brax.envs
     except ImportError:
-        raise ConfigError(f"{config.env_id} needs Brax: pip install '.[brax]'") from None
+        raise ConfigError(f"{config.env_id} needs Brax: pip install brax") from None
     names = [f"brax/{name}" for name in brax.envs._envs]
     if config.env_id not in names:
-        raise ConfigError(f"unknown env_id {config.env_id}: known are {', '.join(names)}")
+        raise ConfigError(f"unknown env_id {config.env_id}: known: {', '.join(names)}")
     try:
         params = {"max_steps_in_episode": 1000} | json.loads(config.env_params or "{}")
         (time_limit,) = map(int, params.values())
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known is max_steps_in_episode") from None
+        raise ConfigError(f"env_params: {error}; known: max_steps_in_episode") from None
     env = brax.envs.get_environment(config.env_id.removeprefix("brax/"))
 
     def reset(key):
@@ -173,12 +173,12 @@ def make_brax_env(config: Config) -> tuple:
 
     def step(key, env_state, action):
         state = env.step(env_state[0], action)
-        time = env_state[1] + 1
+        steps = env_state[1] + 1
         terminated = state.done > 0
-        truncated = time >= time_limit
+        truncated = steps >= time_limit
         # Brax does not reset itself; its own wrapper would always return to the same state.
         first = (env.reset(key), jnp.int32(0))
-        env_state = optax.tree.where(terminated | truncated, first, (state, time))
+        env_state = optax.tree.where(terminated | truncated, first, (state, steps))
         return env_state[0].obs, env_state, state.reward, terminated, truncated, state.obs
 
     return reset, step, env.action_size, False
@@ -191,9 +191,9 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 @flax.struct.dataclass
 class ActionDistribution:
-    """Diagonal Gaussian over raw actions. If squashed, its density is that of `to_env(raw)`."""
+    """Diagonal Gaussian over raw actions. If squashed, densities are those of `to_env(raw)`."""
 
-    mean: jax.Array  # [..., A]
+    mean: jax.Array  # [..., A], A action dimensions
     log_std: jax.Array  # [..., A]
     squash: bool = flax.struct.field(pytree_node=False)
 
@@ -201,7 +201,7 @@ class ActionDistribution:
         return jnp.tanh(raw) if self.squash else jnp.clip(raw, -1.0, 1.0)
 
     def log_slope(self, raw: jax.Array) -> jax.Array:
-        """log |d tanh(raw) / d raw|, stable for large |raw| (arXiv 1801.01290, appendix C)."""
+        """Sum of log(1 - tanh(raw)^2) (arXiv 1801.01290, appendix C), in a stable form."""
         return 2 * (jnp.log(2.0) - raw - nn.softplus(-2 * raw)).sum(-1)
 
     def gaussian(self) -> distrax.Distribution:
@@ -219,10 +219,10 @@ class ActionDistribution:
 
     def entropy(self) -> jax.Array:
         entropy = self.gaussian().entropy()
-        if self.squash:  # by Gauss-Hermite quadrature
+        if self.squash:  # plus E[log_slope], by Gauss-Hermite quadrature
             nodes, weights = np.polynomial.hermite_e.hermegauss(16)
-            log_slope = lambda node: self.log_slope(self.mean + jnp.exp(self.log_std) * node)
-            entropy += jnp.tensordot(weights / weights.sum(), jax.vmap(log_slope)(nodes), 1)
+            slope_at = lambda node: self.log_slope(self.mean + jnp.exp(self.log_std) * node)
+            entropy += jnp.tensordot(weights / weights.sum(), jax.vmap(slope_at)(nodes), 1)
         return entropy
 
 
@@ -235,9 +235,9 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, batch: jax.Array) -> Moments:
-    """Merge [B, ...] of all devices (Chan et al. 1979, eq. 2.1). Runs under pmap.
+    """Merge [B, ...] from all devices (Chan et al. 1979, eq. 2.1). Needs pmap.
 
-    Means and variances, unlike sums, neither overflow nor cancel in float32.
+    Means and variances, unlike sums, neither overflow nor lose precision.
     """
     mean = jax.lax.pmean(batch.mean(axis=0), "devices")
     var = jax.lax.pmean(((batch - mean) ** 2).mean(axis=0), "devices")
@@ -252,7 +252,7 @@ def update_moments(moments: Moments, batch: jax.Array) -> Moments:
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic of normalized observations, without shared layers."""
+    """Actor and critic on normalized observations, without shared layers."""
 
     num_actions: int
     hidden_size: int
@@ -261,9 +261,8 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array):
         """One observation [...] -> policy, value []."""
-        # Only update_step changes the statistics.
-        zeros = jnp.zeros(obs.shape)
-        initial = lambda: Moments(zeros, zeros + 1, jnp.float32(0))
+        # Without gradient: only update_step sets the statistics.
+        initial = lambda: Moments(jnp.zeros(obs.shape), jnp.ones(obs.shape), jnp.float32(0))
         moments = jax.lax.stop_gradient(self.variable("obs_stats", "moments", initial).value)
         obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)
         output = dense(self.num_actions, 0.01)(self.torso(obs))
@@ -289,15 +288,15 @@ class Transition(NamedTuple):
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
-    terminated: jax.Array  # in a terminal state
-    truncated: jax.Array  # by a time limit
+    terminated: jax.Array  # reached a terminal state
+    truncated: jax.Array  # cut by a time limit
     next_obs: jax.Array  # the true one, even at the end of an episode
     done: jax.Array  # terminated or truncated
-    episode: jax.Array  # [3] return, length and discounted return so far
+    episode: jax.Array  # [3] return, length, rolling discounted sum
 
 
 class RunnerState(NamedTuple):
-    """Carry of the rollout of one environment."""
+    """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
     env_state: Any
@@ -307,7 +306,7 @@ class RunnerState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
+    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
 
     key: jax.Array  # [2]
     params: Any
@@ -329,10 +328,10 @@ def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
 
 
 def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition, Moments]:
-    """Divide rewards [T, N] by the standard deviation of all discounted returns so far.
+    """Divide rewards [T, N] by the standard deviation of their rolling discounted sums.
 
-    (Engstrom et al. 2020, arXiv 2005.12729, section 3.) Clipped to ±10, as in VecNormalize: a
-    first reward of 1 after many zeros would be scaled to hundreds.
+    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize: a first
+    reward of 1 after many zeros would be scaled to hundreds.
     """
     return_stats = update_moments(return_stats, rollout.episode[..., 2].reshape(-1))
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
@@ -343,7 +342,7 @@ def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition
 def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
 
-    All arrays are [T, ...]. `next_value` is the value of the true next observation, `done` is
+    All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
     terminated | truncated. Returns (advantage, target).
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
@@ -363,7 +362,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
-    All arrays are [B, ...], the advantage normalized. Returns (loss, metrics), scalars.
+    All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
     """
     policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B, ...]
@@ -389,10 +388,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits | row makes training 20% faster than argsort does."""
+    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # too few random bits left
+    if row_bits > 16:  # leaves too few random bits
         return jnp.argsort(bits)
     return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
@@ -402,7 +401,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
+    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -416,7 +415,7 @@ def make_train(config: Config) -> tuple:
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_type = "categorical" if is_discrete else config.policy
     network = ActorCritic(num_actions, config.hidden_size, policy_type)
-    decay = jnp.array([1.0, 1.0, config.gamma])  # of return, length and discounted return
+    decay = jnp.array([1.0, 1.0, config.gamma])  # of `episode`
     kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
@@ -476,7 +475,7 @@ def make_train(config: Config) -> tuple:
 
     def update_minibatch(state, minibatch):
         batch, advantage, target = minibatch  # [B, ...]
-        # Mean, variance and gradient are global.
+        # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
         advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
         loss_grad = jax.grad(ppo_loss, has_aux=True)
@@ -488,7 +487,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs over shuffled samples, until the KL exceeds its target."""
+        """Epochs until the KL exceeds its target. Returns the last one's metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -499,9 +498,9 @@ def make_train(config: Config) -> tuple:
             state = optax.tree.where(stop, state, updated)
             return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, stop)
 
-        key, *keys = jax.random.split(state.key, 1 + config.update_epochs)
-        carry = (state._replace(key=key), jnp.bool(False))
-        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, jnp.stack(keys))
+        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        carry = (state._replace(key=keys[0]), jnp.bool(False))
+        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, keys[1:])
         last = jnp.sum(~skipped) - 1
         return state, jax.tree.map(lambda x: x[last], metrics)
 
@@ -518,12 +517,11 @@ def make_train(config: Config) -> tuple:
         samples = (rollout._replace(next_obs=None), advantage, target)
         samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * N, ...]
         state, metrics = update_epochs(state, samples)
-        # Only now, after the last use of the rollout, may the statistics change.
-        obs = rollout.obs.reshape(-1, *rollout.obs.shape[2:])
-        moments = update_moments(state.params["obs_stats"]["moments"], obs)
-        state = state._replace(params={**state.params, "obs_stats": {"moments": moments}})
-        unexplained = pmean(jnp.var(target - rollout.value) / jnp.var(target))
-        metrics["value/explained_variance"] = 1 - unexplained
+        # Only now, after the epochs, may the observation statistics change.
+        moments = update_moments(state.params["obs_stats"]["moments"], samples[0].obs)
+        state = state._replace(params=state.params | {"obs_stats": {"moments": moments}})
+        error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
+        metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
         metrics |= episode_stats(rollout)
         return state._replace(runner=runner, update=state.update + 1), metrics
@@ -554,7 +552,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file whole or not at all, even when killed."""
+    """Write a file atomically, from the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -562,19 +560,19 @@ def write(path: Path, content: bytes):
 
 
 def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError if options differ."""
+    """The run folder and its config.json. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir", "init_from", "track", "distributed"]
-    if (run_dir / "summary.json").exists():  # extend both in proportion
-        free += ["total_timesteps", "num_evals"]
-    for name, value in about.items():
-        if name not in free and value != stored.get(name):
-            raise ConfigError(f"{run_dir} has {name} = {stored.get(name)}, not {value}")
+    may_differ = ["run_dir", "init_from", "track", "distributed"]
+    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option not in may_differ and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
     about["device"] = jax.devices()[0].device_kind
     about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -583,7 +581,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint or a fresh `state`, as NumPy arrays."""
+    """The last checkpoint, `init_from` or `state`, in NumPy."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -595,20 +593,20 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is damaged or does not fit: {error}") from None
-    state = broadcast_one_to_all(state)  # others may not see the folder
+        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
+    state = broadcast_one_to_all(state)  # hosts may share no folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
-def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
-    """Write metrics [updates, S] to the table, after those of `done` updates."""
+def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
+    """Write metrics [updates, S] of the updates from `first` on."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + done * config.num_seeds :]  # past the checkpoint
+    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
     for i, seed in np.ndindex(metrics["eval/return"].shape):
-        env_steps = (done + 1 + i) * config.batch_size
+        env_steps = (first + i) * config.batch_size
         row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [done + 1 + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
         lines.append(",".join(map(str, cells)))
         if run:
             suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
@@ -619,7 +617,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # an import already started one
+        clear_backends()  # imports start one
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -628,12 +626,13 @@ def main(config: Config) -> dict:
     keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
-    calls = range(int(state.update.max()), config.num_updates, config.updates_per_eval)
+    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else pmap compiles when called
+    path.unlink(missing_ok=True)  # no longer finished
+    if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
@@ -643,21 +642,20 @@ def main(config: Config) -> dict:
         import wandb
 
         run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for done in bar:
+    for first in bar:
         start = time.perf_counter()
         state, metrics = train(state)
         metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
         seconds = time.perf_counter() - start
         train_seconds += seconds
         metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, done, run)
+        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: lower lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-
     returns = saved.eval_return[0]
     summary = about | {
         "env_steps": int(saved.update.max()) * config.batch_size,
@@ -680,7 +678,7 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2, without traceback."""
+    """The command line. Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
@@ -692,7 +690,7 @@ def cli():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir and the folder above")
+        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
 if __name__ == "__main__": cli()  # fmt: skip

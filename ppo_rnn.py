@@ -2,7 +2,7 @@
 
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers and most implementations:
+one XLA program. Deliberate deviations from the papers or most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are normalized per minibatch, across all devices.
@@ -59,8 +59,8 @@ class Config:
     # Environment
     env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
-    benchmark_id: str = ""  # XLand benchmark whose rulesets are the tasks: small-1m
-    ruleset_id: int | None = None  # the only task; None: a random one every episode
+    benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
+    ruleset_id: int | None = None  # its only ruleset; None: a random one every episode
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 1024  # parallel environments per seed, over all devices
@@ -68,10 +68,10 @@ class Config:
     # Algorithm
     update_epochs: int = 1  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
-    embedding_size: int = 8  # of a tile and its color
-    conv_size: int = 8  # channels of the first of three convolutions; then twice, four times
-    hidden_size: int = 64  # of the GRU
-    head_size: int = 64  # width of the hidden layer of the actor and of the critic
+    embedding_size: int = 8  # features per tile
+    conv_size: int = 8  # channels of the first convolution; two more double them
+    hidden_size: int = 64  # units of the GRU
+    head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory forgets at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     lr: float = 1e-3  # Adam learning rate
@@ -79,19 +79,19 @@ class Config:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip the value as well, by the same range
+    clip_value: bool = False  # clip the value too, by the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
-    max_grad_norm: float = 0.5  # maximum gradient norm
+    max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in parallel
+    num_seeds: int = 1  # seeds trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder; start from its first seed's best
+    init_from: str = ""  # start from the best parameters of this run's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -101,7 +101,7 @@ class Config:
             low = 0 if name in zero else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value}: must lie between {low} and {high}")
+                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
 
     @property
     def batch_size(self) -> int:
@@ -119,7 +119,7 @@ class Config:
 
 # ------------------------------------ environment
 class Observation(NamedTuple):
-    grid: jax.Array  # [V, V, 2] uint8 tile and color
+    grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
     prev_action: jax.Array  # [] -1 at the start of an episode
     prev_reward: jax.Array  # [] 0 at the start of an episode
@@ -134,11 +134,11 @@ def load_tasks(config: Config, params):
     try:
         benchmark = xminigrid.load_benchmark(config.benchmark_id)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"benchmark_id: {error}; set XLAND_MINIGRID_DATA to its folder") from None
+        raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
     if config.ruleset_id is None:
         return lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
     if config.ruleset_id >= benchmark.num_rulesets():
-        raise ConfigError(f"ruleset_id: {config.benchmark_id} has {benchmark.num_rulesets()}")
+        raise ConfigError(f"ruleset_id must be < {benchmark.num_rulesets()}")
     return lambda key: params.replace(ruleset=benchmark.get_ruleset(config.ruleset_id))
 
 
@@ -152,12 +152,12 @@ def make_env(config: Config) -> tuple:
     names = xminigrid.registered_environments()
     if config.env_id not in names:
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: the nearest are {', '.join(nearest)}")
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
     env, params = xminigrid.make(config.env_id)
     try:
         params = params.replace(**json.loads(config.env_params or "{}"))
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known are {', '.join(vars(params))}") from None
+        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
     sample_task = load_tasks(config, params)
     num_actions = env.num_actions(params)
 
@@ -171,7 +171,7 @@ def make_env(config: Config) -> tuple:
         return observe(env_state, jnp.int32(-1)), env_state
 
     def step(key, env_state, action):
-        timestep = env.step(params, env_state, action)
+        timestep = env.step(params, env_state, action)  # env_state has its ruleset
         terminated = timestep.discount == 0
         truncated = timestep.last() & ~terminated
         next_obs = observe(timestep, action)
@@ -187,23 +187,23 @@ def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078), as flax's GRUCell."""
+    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), by the equations of GRUCell."""
 
     hidden_size: int
     dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
-        """x [T, ...], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
+        """x [T, F], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
         size = self.hidden_size
-        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, 3 H] of all steps in one product
+        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, 3 H], all steps in one product
         kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size))
         bias = self.param("bias", nn.initializers.zeros, (size,))
         kernel, bias, hidden = (x.astype(inputs.dtype) for x in (kernel, bias, hidden))
 
         def step(hidden, x):
-            inputs, reset = x
-            hidden = jnp.where(reset, 0, hidden)
+            inputs, forget = x
+            hidden = jnp.where(forget, 0, hidden)
             reset_x, update_x, new_x = jnp.split(inputs, 3)
             reset_h, update_h, new_h = jnp.split(hidden @ kernel, 3)
             update = nn.sigmoid(update_x + update_h)
@@ -232,15 +232,15 @@ class ActorCritic(nn.Module):
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             embed = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)
             x = embed(jnp.concatenate([tile, color], axis=-1))  # [T, V, V, embedding_size]
-        for factor in (1, 2, 4)[: x.shape[1] - 1]:  # a view of 3 x 3 has room for two
-            h, w = x.shape[1] - 1, x.shape[2] - 1  # im2col: a dense layer on patches
-            patches = [x[:, i : h + i, j : w + j] for i in range(2) for j in range(2)]
+        for factor in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
+            size = x.shape[1] - 1  # im2col: the same as nn.Conv, but faster on CPU
+            patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]
             conv = dense(factor * config.conv_size, 2**0.5, dtype)
             x = nn.relu(conv(jnp.concatenate(patches, axis=-1)))
         direction = jax.nn.one_hot(obs.direction, 4)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
         features = [x.reshape(len(x), -1), direction, prev_action, obs.prev_reward[:, None]]
-        x = jnp.concatenate(features, axis=-1)  # [T, ...]
+        x = jnp.concatenate(features, axis=-1)  # [T, F]
         hidden = GRU(config.hidden_size, dtype)(x, hidden, reset | (not config.memory))  # [T, H]
         actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
@@ -253,8 +253,8 @@ class ActorCritic(nn.Module):
         return jax.tree.map(lambda x: x[0], self(obs, hidden, reset))
 
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
-        """Renders 32 x 32 pixels per tile here: the rollout stores symbols, 1500 times smaller."""
-        with jax.ensure_compile_time_eval():  # its import computes the tiles
+        """Renders here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
+        with jax.ensure_compile_time_eval():  # the import computes tile images
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jax.vmap(_render_obs)(grid) / 255  # [T, 32 V, 32 V, 3]
@@ -276,15 +276,15 @@ class Transition(NamedTuple):
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
-    terminated: jax.Array  # in a terminal state
-    truncated: jax.Array  # by a time limit
+    terminated: jax.Array  # reached a terminal state
+    truncated: jax.Array  # cut by a time limit
     next_obs: Observation  # the true one, even at the end of an episode
     done: jax.Array  # terminated or truncated
     episode: jax.Array  # [2] return and length so far
 
 
 class RunnerState(NamedTuple):
-    """Carry of the rollout of one environment."""
+    """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
     env_state: Any
@@ -295,7 +295,7 @@ class RunnerState(NamedTuple):
 
 
 class TrainState(NamedTuple):
-    """Carry of the training scan of one seed; outside it, with leading axes [D, S]."""
+    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
 
     key: jax.Array  # [2]
     params: Any
@@ -319,7 +319,7 @@ def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
 def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
 
-    All arrays are [T, ...]. `next_value` is the value of the true next observation, `done` is
+    All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
     terminated | truncated. Returns (advantage, target).
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
@@ -339,7 +339,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
-    All arrays are [B, ...], the advantage normalized. Returns (loss, metrics), scalars.
+    All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
     """
     inputs = (batch.obs, batch.hidden[:, 0], batch.reset)  # [B, T, ...], [B, H], [B, T]
     policy, value, _ = jax.vmap(apply_fn, (None, 0, 0, 0))(params, *inputs)
@@ -366,10 +366,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits | row makes training 20% faster than argsort does."""
+    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # too few random bits left
+    if row_bits > 16:  # leaves too few random bits
         return jnp.argsort(bits)
     return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
@@ -379,11 +379,11 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep can vmap init_seed and train_seed over floats in `config`.
+    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
-    num_samples = num_envs  # sequences of one environment each
+    num_samples = num_envs  # sequences of T steps
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
     if num_samples % config.num_minibatches:
@@ -407,13 +407,13 @@ def make_train(config: Config) -> tuple:
         obs, env_state = env_reset(reset_key)
         return RunnerState(key, env_state, obs, jnp.zeros(config.hidden_size))
 
-    def read(params, runner):
+    def infer(params, runner):
         return network.apply(params, runner.obs, runner.hidden, runner.done, method="one_step")
 
     def step(params, runner, greedy=False):
         """One step of one environment."""
         key, action_key, step_key = jax.random.split(runner.key, 3)
-        policy, value, hidden = read(params, runner)
+        policy, value, hidden = infer(params, runner)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         outcome = env_step(step_key, runner.env_state, action)
         obs, env_state, reward, terminated, truncated, next_obs = outcome
@@ -456,7 +456,7 @@ def make_train(config: Config) -> tuple:
 
     def update_minibatch(state, minibatch):
         batch, advantage, target = minibatch  # [B, ...]
-        # Mean, variance and gradient are global.
+        # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
         advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
         loss_grad = jax.grad(ppo_loss, has_aux=True)
@@ -468,7 +468,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs over shuffled samples, until the KL exceeds its target."""
+        """Epochs until the KL exceeds its target. Returns the last one's metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -479,33 +479,34 @@ def make_train(config: Config) -> tuple:
             state = optax.tree.where(stop, state, updated)
             return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, stop)
 
-        key, *keys = jax.random.split(state.key, 1 + config.update_epochs)
-        carry = (state._replace(key=key), jnp.bool(False))
-        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, jnp.stack(keys))
+        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        carry = (state._replace(key=keys[0]), jnp.bool(False))
+        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, keys[1:])
         last = jnp.sum(~skipped) - 1
         return state, jax.tree.map(lambda x: x[last], metrics)
 
     def update_step(state, _):
+        critic = lambda runner: jax.vmap(infer, (None, 0))(state.params, runner)[1]  # [N]
+
         def step_envs(runner, _):
             runner, rollout = jax.vmap(step, (None, 0))(state.params, runner)  # [N]
-            # Only a time limit needs this pass, 18 % of the time. Unlike lax.cond, a loop skips it
-            # under vmap over seeds, too; the barrier keeps XLA from hoisting its body.
+            # Only time limits need this pass, 18% of the run time. Under vmap, a loop can skip it,
+            # unlike lax.cond; the barrier keeps XLA from hoisting its body.
             final = runner._replace(obs=rollout.next_obs, done=jnp.zeros_like(runner.done))
             once = lambda _, value: critic(jax.lax.optimization_barrier((final, value))[0])
             value = jax.lax.fori_loop(0, jnp.int32(rollout.truncated.any()), once, rollout.value)
             return runner, (rollout._replace(next_obs=None), value)
 
-        critic = lambda runner: jax.vmap(read, (None, 0))(state.params, runner)[1]  # [N]
-        runner, (rollout, final) = jax.lax.scan(step_envs, state.runner, None, config.num_steps)
+        runner, (rollout, end_value) = jax.lax.scan(step_envs, state.runner, None, config.num_steps)
         next_value = jnp.concatenate([rollout.value[1:], critic(runner)[None]])
-        next_value = jnp.where(rollout.truncated, final, next_value)  # [T, N]
+        next_value = jnp.where(rollout.truncated, end_value, next_value)  # [T, N]
         steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
         advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(hidden=rollout.hidden[:1]), advantage, target)  # h at t = 0
+        samples = (rollout._replace(hidden=rollout.hidden[:1]), advantage, target)  # of t = 0
         samples = jax.tree.map(lambda x: x.swapaxes(0, 1), samples)  # [N, T, ...]
         state, metrics = update_epochs(state, samples)
-        unexplained = pmean(jnp.var(target - rollout.value) / jnp.var(target))
-        metrics["value/explained_variance"] = 1 - unexplained
+        error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
+        metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
         metrics |= episode_stats(rollout)
         return state._replace(runner=runner, update=state.update + 1), metrics
@@ -515,7 +516,7 @@ def make_train(config: Config) -> tuple:
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
         # Environments differ between devices, but the network must not.
         params_key = jax.lax.all_gather(params_key, "devices")[0]
-        params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # T = N
+        params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # N as T
         return TrainState(key, params, optimizer(0).init(params), runner, best=params)
 
     def train_seed(state):
@@ -537,7 +538,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file whole or not at all, even when killed."""
+    """Write a file atomically, from the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -545,19 +546,19 @@ def write(path: Path, content: bytes):
 
 
 def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError if options differ."""
+    """The run folder and its config.json. Raises ConfigError."""
     name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval
     stored = json.loads(path.read_text()) if path.exists() else about
-    free = ["run_dir", "init_from", "track", "distributed"]
-    if (run_dir / "summary.json").exists():  # extend both in proportion
-        free += ["total_timesteps", "num_evals"]
-    for name, value in about.items():
-        if name not in free and value != stored.get(name):
-            raise ConfigError(f"{run_dir} has {name} = {stored.get(name)}, not {value}")
+    may_differ = ["run_dir", "init_from", "track", "distributed"]
+    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option not in may_differ and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
     about["device"] = jax.devices()[0].device_kind
     about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -566,7 +567,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint or a fresh `state`, as NumPy arrays."""
+    """The last checkpoint, `init_from` or `state`, in NumPy."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -578,20 +579,20 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is damaged or does not fit: {error}") from None
-    state = broadcast_one_to_all(state)  # others may not see the folder
+        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
+    state = broadcast_one_to_all(state)  # hosts may share no folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
-def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
-    """Write metrics [updates, S] to the table, after those of `done` updates."""
+def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
+    """Write metrics [updates, S] of the updates from `first` on."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + done * config.num_seeds :]  # past the checkpoint
+    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
     for i, seed in np.ndindex(metrics["eval/return"].shape):
-        env_steps = (done + 1 + i) * config.batch_size
+        env_steps = (first + i) * config.batch_size
         row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [done + 1 + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
         lines.append(",".join(map(str, cells)))
         if run:
             suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
@@ -602,7 +603,7 @@ def write_rows(path: Path, config: Config, metrics: dict, done: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # an import already started one
+        clear_backends()  # imports start one
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -611,12 +612,13 @@ def main(config: Config) -> dict:
     keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
-    calls = range(int(state.update.max()), config.num_updates, config.updates_per_eval)
+    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else pmap compiles when called
+    path.unlink(missing_ok=True)  # no longer finished
+    if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
@@ -626,21 +628,20 @@ def main(config: Config) -> dict:
         import wandb
 
         run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for done in bar:
+    for first in bar:
         start = time.perf_counter()
         state, metrics = train(state)
         metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
         seconds = time.perf_counter() - start
         train_seconds += seconds
         metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, done, run)
+        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {done + 1 + finite.argmin()}: lower lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: lower lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-
     returns = saved.eval_return[0]
     summary = about | {
         "env_steps": int(saved.update.max()) * config.batch_size,
@@ -663,7 +664,7 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2, without traceback."""
+    """The command line. Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
@@ -675,7 +676,7 @@ def cli():
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir and the folder above")
+        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
 if __name__ == "__main__": cli()  # fmt: skip

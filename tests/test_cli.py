@@ -475,6 +475,27 @@ def test_a_finished_run_can_be_extended(module, base, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["num_evals"] == 4
 
 
+def test_an_extended_run_that_dies_before_its_summary(module, base, tmp_path):
+    """The summary of the shorter run must not pass for that of the extended one."""
+    shutil.copytree(base.path, tmp_path / "run")
+    config = base.config
+    more = ["--total-timesteps", 2 * config.total_timesteps, "--num-evals", 2 * config.num_evals]
+    run_killed(module, ["--run-dir", tmp_path / "run", *more], "write", 6)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    code, _, err = run(module, "--run-dir", tmp_path / "run")
+    assert code == 0, err
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["env_steps"] == 2 * base.summary["env_steps"]
+
+
+def test_a_finished_run_cannot_shrink(module, base):
+    before, config = content(base.path), base.config
+    less = ["--total-timesteps", config.total_timesteps // 2, "--num-evals", 1]
+    code, _, err = run(module, "--run-dir", base.path, *less)
+    assert code == 2 and "total_timesteps" in err
+    assert content(base.path) == before
+
+
 def test_a_finished_run_cannot_grow_out_of_proportion(module, base):
     before = content(base.path)
     code, _, err = run(module, "--run-dir", base.path, "--total-timesteps", 256)
@@ -610,7 +631,7 @@ def test_unknown_environment(module, fails, monkeypatch, tmp_path):
     right = tiny(module).env_id
     wrong = right[:-4] + right[-3:]
     message = fails("--env-id", wrong)
-    assert wrong in message and right in message and "nearest" in message
+    assert wrong in message and right in message and "did you mean" in message
     assert list(tmp_path.iterdir()) == []
 
 

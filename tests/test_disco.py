@@ -812,13 +812,13 @@ def test_random_weights_are_truncated_and_scaled():
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"env_id": "Catch-8x9x"}, "nearest"),
-        ({"env_id": "Catch-1x5"}, "nearest are Catch-8x8"),
+        ({"env_id": "Catch-8x9x"}, "did you mean"),
+        ({"env_id": "Catch-1x5"}, "did you mean Catch-8x8"),
         ({"env_id": "Pendulum-v1"}, "continuous"),
         ({"env_params": '{"speed": 1}'}, "max_steps_in_episode"),
         ({"num_steps": 1}, "num_steps"),
-        ({"total_timesteps": 31}, "hold 2 trajectories of num_steps = 8"),
-        ({"total_timesteps": 15}, "at least 32"),
+        ({"total_timesteps": 31}, "hold 2 trajectories"),
+        ({"total_timesteps": 15}, ">= 32"),
         ({"replay_size": 3}, "replay_size"),
         ({"num_envs": 8}, "replay_size"),
         ({"lr": float("nan")}, "lr = nan"),
@@ -837,6 +837,14 @@ def test_random_weights_are_truncated_and_scaled():
 def test_a_wrong_input_says_what_to_change(changes, message):
     with pytest.raises(disco.ConfigError, match=message):
         disco.make_train(disco.Config(**SMALL | {"total_timesteps": 128, "num_evals": 1} | changes))
+
+
+def test_the_least_number_of_time_steps_that_an_error_names_suffices():
+    """Updates come in whole evaluations."""
+    sizes = SMALL | {"num_evals": 3, "replay_batch": 4, "num_envs": 2, "num_steps": 8}
+    with pytest.raises(disco.ConfigError, match=r"total_timesteps \(>= 48\)"):
+        disco.make_train(disco.Config(**sizes | {"total_timesteps": 16}))
+    disco.make_train(disco.Config(**sizes | {"total_timesteps": 48}))
 
 
 @pytest.mark.parametrize("words", ["--lr nan", "--gamma 1.5", "--ent-coef -0.1"])

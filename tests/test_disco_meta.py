@@ -9,6 +9,7 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import rlax
 from test_cli import flags, learned, run
@@ -50,6 +51,8 @@ def compile_once():
     made = {}
 
     def make_train_once(config):
+        if config.updates_per_eval < 1:
+            return MAKE_TRAIN(config)
         size = {"num_meta_steps": config.updates_per_eval, "num_evals": 1}
         key = dataclasses.replace(config, run_dir="", **size)
         if key not in made:
@@ -112,6 +115,27 @@ def test_the_optimizer_moves_as_that_of_disco():
         assert np.abs(moves[0]).max() <= 0.03 + 1e-7
 
 
+def test_values_take_no_gradient():
+    """From the second inner update on, they depend on the meta-network, as the agent does."""
+    config = small()
+    agent = first_agent(start(config)[0])
+    network, batch = disco.Agent(3, config), rollout(np.random.default_rng(0), 4)
+    target = disco_meta.unroll(network, agent.target_params, batch.obs)
+
+    def free(params):
+        online = disco_meta.unroll(network, params, batch.obs)
+        return disco.compute_values(online, target, batch, config).q_target.sum()
+
+    def stopped(params):
+        online = disco_meta.unroll(network, params, batch.obs)
+        rule = (disco.random_weights(0), online, target, batch, agent.meta, config)
+        _, values, meta = disco.disco_rule(*rule)
+        return sum(map(jnp.sum, (*values, *meta.advantage)))
+
+    assert optax.tree.norm(jax.grad(free)(agent.params)) > 0
+    assert optax.tree.norm(alone(jax.grad(stopped))(agent.params)) == 0
+
+
 def test_the_meta_gradient_is_that_of_finite_differences():
     """Through one inner update, in float64, with all that takes no gradient held in place."""
     config = small()
@@ -149,7 +173,7 @@ def test_the_meta_gradient_is_that_of_finite_differences():
 
         _, first = alone(parts)(meta_net)
         logits = disco_meta.unroll(network, after.params, valid.obs).logits
-        _, advantage = disco_meta.judge(after.critic, logits, valid, config)
+        _, advantage = disco_meta.critic_advantage(after.critic, logits, valid, config)
         moments = alone(lambda x: after.moments.update(x, config.ema_decay))(advantage)
         mean, std = moments.mean_and_std()
         advantage = (advantage - mean) / std
@@ -302,7 +326,7 @@ def test_a_killed_run_continues_to_the_same_bytes_and_can_be_extended(tmp_path, 
     assert code == 0 and len(read_rows(path)) == 6, err
     (path / "checkpoint.msgpack").write_bytes(b"cut")
     code, _, err = run(disco_meta, "--run-dir", path)
-    assert code == 2 and "checkpoint.msgpack is damaged or does not fit" in err
+    assert code == 2 and "checkpoint.msgpack is missing, damaged or unfit" in err
 
 
 def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
@@ -322,7 +346,7 @@ def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
     train = types.SimpleNamespace(lower=lambda state: lowered)
     monkeypatch.setattr(disco_meta, "make_train", lambda config: (init, train))
     code, _, _ = run(disco_meta, *flags(config))
-    assert code == "error: meta step 2 is not finite: lower meta_lr"
+    assert code == "error: NaN or inf at meta step 2: lower meta_lr"
     assert not (tmp_path / "summary.json").exists()
     weights = (tmp_path / "weights.npz").read_bytes()
     assert weights == disco_meta.weights_file(calls[0])
@@ -331,13 +355,13 @@ def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lr", "nan"], "lr = nan: must lie between"),
-        (["--meta-lr", "-1"], "meta_lr = -1.0: must lie between"),
-        (["--critic-gamma", "1.5"], "critic_gamma = 1.5: must lie between 0 and 1"),
-        (["--valid-steps", "1"], "valid_steps = 1: must lie between 2"),
-        (["--env-id", "Catsh-8x8"], "unknown env_id Catsh-8x8: the nearest are Catch-8x8"),
+        (["--lr", "nan"], "lr = nan must lie between"),
+        (["--meta-lr", "-1"], "meta_lr = -1.0 must lie between"),
+        (["--critic-gamma", "1.5"], "critic_gamma = 1.5 must lie between 0 and 1"),
+        (["--valid-steps", "1"], "valid_steps = 1 must lie between 2"),
+        (["--env-id", "Catsh-8x8"], "unknown env_id Catsh-8x8: did you mean Catch-8x8"),
         (["--weights", "missing.npz"], "cannot read missing.npz"),
-        (["--num-evals", "3"], "num_meta_steps = 2 < num_evals = 3"),
+        (["--num-evals", "3"], "num_meta_steps must be >= num_evals = 3"),
         (["--run-dir", "/dev/null/run"], "/dev/null/run"),
     ],
 )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xminigrid
-from conftest import ROOT, SCRIPTS, load_script, with_devices
+from conftest import ROOT, SCRIPTS, load_script, tiny, with_devices
 from probes import look, make_player, probe_config, probes_for, start, to_numpy
 
 TIMES = list(range(7))  # states of Clock, with the final observation of a time limit
@@ -491,6 +491,21 @@ def test_devices_hold_the_same_network(many_devices, module, devices):
         if field.startswith(shared):
             np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape), err_msg=path)
     assert len([path for path in arrays if path.startswith("[1]")]) == 13  # the metrics
+
+
+def test_the_explained_variance_spans_all_devices(module, monkeypatch):
+    """An error that is constant on each device, but not over the devices."""
+
+    def compute_gae(reward, value, *_):
+        error = jax.lax.axis_index("devices") * jax.numpy.ones_like(value)
+        return error, value + error
+
+    monkeypatch.setattr(module, "compute_gae", compute_gae)
+    *_, init_seed, train_seed = module.make_train(tiny(module, num_evals=1, total_timesteps=16))
+    update = lambda key: train_seed(init_seed(key))[1]["value/explained_variance"]
+    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))
+    explained = jax.jit(jax.vmap(update, axis_name="devices"))(keys)
+    assert (explained < 0.9).all() and explained[0] == explained[1]
 
 
 @pytest.mark.parametrize("devices", [2, 4])

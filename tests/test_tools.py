@@ -447,7 +447,7 @@ def test_a_picture_of_many_agents_moves_with_its_state(env_id):
 
 
 def test_an_environment_without_a_picture():
-    with pytest.raises(enjoy.RunError, match="nearest are|pip install|no video"):
+    with pytest.raises(enjoy.RunError, match="did you mean|pip install|no video"):
         make_viewer("switch_riddle")
 
 

@@ -76,7 +76,7 @@ def test_without_a_ruleset_every_reset_samples_a_task(benchmark):
         ({"benchmark_id": "trivial"}, "benchmark_id.*trivial-21k"),
         ({"benchmark_id": "", "ruleset_id": 0}, "benchmark_id.*trivial-21k"),
         ({"env_id": "MiniGrid-Empty-5x5"}, "XLand-MiniGrid"),
-        ({"env_params": '{"max_step": 9}'}, "max_step.*known are.*max_steps"),
+        ({"env_params": '{"max_step": 9}'}, "max_step.*known:.*max_steps"),
     ],
 )
 def test_wrong_tasks_are_refused(benchmark, options, words):
