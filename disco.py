@@ -6,10 +6,10 @@ has learned as well; q predicts returns. One update:
 
     act          N environments play L steps; the replay keeps the last C trajectories
     replay       draw a batch of B trajectories
-    targets      advantages = Retrace(q of the target network)
+    targets      returns = Retrace(q of the target network)
                  policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
     divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
-                 + 0.2 cross_entropy(q, Retrace), reduced by one Adam step
+                 + 0.2 cross_entropy(q, returns), reduced by one Adam step
 
 As in the original, a time limit counts as a termination, and the first step of an episode has no
 loss; values and targets agree to 1e-9 in float64 (tests/test_disco.py). Deviation: num_envs,
@@ -104,7 +104,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run's first seed
+    init_from: str = ""  # run folder: start from its first seed's best parameters
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -218,7 +218,7 @@ class Agent(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
-        """One observation [...] -> AgentOutput. With an action, only its outputs: no axis A."""
+        """One observation [...] -> AgentOutput. With an action, outputs for it alone."""
         config = self.config
         x = nn.relu(dense(config.hidden_size, "torso_0")(obs.ravel().astype(float)))
         x = dense(config.feature_size, "torso_1")(x)
@@ -259,7 +259,7 @@ class Released:
 
 
 class Embeddings(NamedTuple):
-    """Layers that embed the inputs of an LSTM of the meta-network."""
+    """Layers, or their places in the file, that embed LSTM inputs."""
 
     y_hidden: Linear = Released("mlp/~/linear_0", (600, 16))
     y_output: Linear = Released("mlp/~/linear_1", (16, 1))
@@ -276,7 +276,7 @@ class Embeddings(NamedTuple):
 
 
 def within(module: str) -> Embeddings:
-    """Embeddings below a module of the file."""
+    """Places of embeddings in a module."""
     return jax.tree.map(lambda x: dataclasses.replace(x, name=f"{module}/{x.name}"), Embeddings())
 
 
@@ -311,7 +311,7 @@ def random_weights(seed: int) -> MetaNetwork:
 
 
 def load_weights(source: str) -> MetaNetwork:
-    """The meta-network: an npz file, `random`, or if empty Disco103. Raises ConfigError."""
+    """The meta-network: an npz file, `random` or, if empty, Disco103. Raises ConfigError."""
     if source == "random":
         return random_weights(0)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -437,7 +437,7 @@ def clipped_ratio(logits, batch: Transition):
 def retrace(reward, discount, value, q, trace):
     """Retrace (Munos et al. 2016, arXiv 1606.02647). Returns the target of q, [T, B].
 
-    All arrays are [T, B] but value [T + 1, B]. trace is lambda * min(1, importance ratio).
+    All arrays are [T, B] except value [T + 1, B]. trace is lambda * min(1, importance ratio).
     """
 
     def step(correction, x):
@@ -608,7 +608,7 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     returns, target = vtrace_advantage(*steps, jnp.zeros(batch.reward.shape), ratio, 1.0)
     meta = meta._replace(advantage=meta.advantage.update(returns, config.ema_decay))
     mean, std = meta.advantage.mean_and_std()
-    # Weighted like the returns: abandoned actions have no advantage.
+    # Weighted like the returns: zero for actions the policy now avoids.
     return (returns - ratio * mean) / std, target, meta
 
 
@@ -693,7 +693,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     updates, opt_state = optimizer.update(grads, state.opt_state)
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
-    step_size = 1 - config.target_decay  # the old params
+    step_size = 1 - config.target_decay  # toward the old params
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
+    nothing was measured. A sweep calls make_train on a traced learning rate in a vmap in a pmap.
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -768,7 +768,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -865,7 +865,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, `init_from` or `state`, in NumPy."""
+    """The last checkpoint, `init_from` or `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -877,8 +877,8 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
-    state = broadcast_one_to_all(state)  # hosts may share no folder
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -901,7 +901,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start one
+        clear_backends()  # imports start it
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()

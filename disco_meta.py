@@ -1,4 +1,4 @@
-"""Meta-training of an update rule for reinforcement learning, which discovered Disco103.
+"""Meta-training of an update rule for reinforcement learning: how Disco103 was discovered.
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and its notebook. A population of
 agents learns with the meta-network's targets (disco.py); the meta-network follows the gradient of
@@ -10,9 +10,9 @@ their later returns, back through their updates. One meta step:
                critic, plus entropy bonuses and regularizers of the targets
     meta step  differentiate through the K updates, average over agents; one Adam step
 
-Deviations, besides smaller defaults: the critic credits a reward to the action that earned it (the
+Deviations, besides the defaults: the critic credits a reward to the action that earned it (the
 original's is one step off); an agent is replaced by a new one after `lifetime` meta steps
-(`--lifetime None`: never, as in the original). weights.npz in the run folder fits
+(`--lifetime None`: never, as in the original). weights.npz in the run folder works with
 `python disco.py --weights`.
 
 Shapes: L steps, T = L - 1 transitions, K inner updates, P agents, D devices; N environments are
@@ -106,7 +106,8 @@ class Config:
             low = 2 if name in ("num_steps", "valid_steps") else low
             high = 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} must lie between {low:g} and {high:g}")
+                bound = "> 0" if low == 1e-12 else f">= {low}"
+                raise ConfigError(f"{name} = {value} must be {bound}, <= {high:g}")
 
     @property
     def num_seeds(self) -> int:
@@ -244,7 +245,7 @@ def mean_entropy(logits):
 def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Config):
     """Loss of an agent after its inner updates. Returns loss, (agent, metrics).
 
-    `batches` are rollouts [K, L, N, ...], `valid` is one [L, N, ...].
+    `batches` are rollouts [K, L, N, ...], `valid` is one of valid_steps.
     """
     update = lambda agent, batch: inner_update(meta_net, agent, batch, network, config)
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)

@@ -11,7 +11,7 @@ one XLA program. Deliberate deviations from the papers or most implementations:
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are normalized per minibatch, across all devices;
 - actor and critic have separate optimizers and epochs; `--target-kl` stops the actor alone;
-- an agent that ends before the episode has no gradient until the next one.
+- an agent that is done before its episode ends has no gradient until the next.
 `eval/return` is the team's: the sum over agents. Observations are flattened and padded to one size.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
@@ -95,7 +95,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run's first seed
+    init_from: str = ""  # run folder: start from its first seed's best parameters
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -193,8 +193,8 @@ def load_env(config: Config):
         if CLOCKS.get(config.env_id.split("_")[0]) == ".info['steps']":
             params["auto_reset"] = False  # Brax's own reset overwrites the final observation
         return jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
-    except ImportError:
-        raise ConfigError(f"{config.env_id} needs JaxMARL: pip install jaxmarl") from None
+    except ImportError as error:
+        raise ConfigError(f"{config.env_id}: {error}; pip install jaxmarl[mabrax]") from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{config.env_id}, env_params: {error}") from None
 
@@ -249,12 +249,12 @@ def make_env(config: Config) -> tuple:
         if continuous:
             action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
         actions = dict(zip(names, action, strict=True))
-        # An end that also comes with the clock at zero is a termination.
+        # What also ends with the clock at zero is a termination.
         rewind = lambda path, x: jnp.zeros_like(x) if jax.tree_util.keystr(path) == clock else x
         rewound = jax.tree.map_with_path(rewind, env_state)
         _, _, _, done_anyway, _ = env.step_env(step_key, rewound, actions)
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
-        # SMAX also pays dead agents when their team wins.
+        # SMAX pays dead agents too: they stay active.
         ends = lambda done: active & (done["__all__"] | (stack(done) & (not is_smax)))
         terminated = ends(done) & ends(done_anyway)
         truncated = ends(done) & ~terminated
@@ -289,7 +289,7 @@ class ActorCritic(nn.Module):
         value = jnp.where(obs.active, value, 0.0)
         mask = obs.mask & obs.active
         if not self.continuous:
-            masked = -1e9 * (1 + jnp.arange(mask.size))  # all masked: the first action, not NaN
+            masked = -1e9 * (1 + jnp.arange(mask.size))  # all masked: first action, entropy 0
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value
         mean, log_std = jnp.split(outputs, 2)
         std = jnp.where(mask, jnp.exp(log_std), (2 * np.pi * np.e) ** -0.5)  # of entropy 0
@@ -411,7 +411,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
+    """A random permutation. Sorting random bits with the row appended beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -424,7 +424,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
+    nothing was measured. A sweep calls make_train on a traced learning rate in a vmap in a pmap.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -484,7 +484,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[:, 0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -504,7 +504,7 @@ def make_train(config: Config) -> tuple:
     def update_minibatch(state, minibatch):
         batch, advantage, target = minibatch  # [B, ...]
         # Mean, variance and gradient span all devices.
-        # Mean and variance are those of the active agents.
+        # The mean and variance leave out inactive agents.
         weight = batch.obs.active / jnp.maximum(pmean(batch.obs.active.mean()), 1e-8)
         advantage -= pmean((weight * advantage).mean())
         advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
@@ -517,7 +517,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs of one network over samples [R, ...]. A high KL stops the actor's."""
+        """One network's epochs over [num_samples, ...]. A high KL stops the actor."""
 
         def update_epoch(carry, x):
             state, stop = carry
@@ -527,6 +527,7 @@ def make_train(config: Config) -> tuple:
             updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
             metrics = jax.tree.map(jnp.mean, metrics)
             stop_actor = stop | (epoch >= config.actor_epochs)
+            # Each flag freezes a subtree.
             frozen = {"actor": stop_actor, "critic": epoch >= config.critic_epochs}
             keep = optax.tree.where
             params = jax.tree.map(keep, {"params": frozen}, state.params, updated.params)
@@ -638,7 +639,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, `init_from` or `state`, in NumPy."""
+    """The last checkpoint, `init_from` or `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -650,8 +651,8 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
-    state = broadcast_one_to_all(state)  # hosts may share no folder
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -674,7 +675,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start one
+        clear_backends()  # imports start it
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()

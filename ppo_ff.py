@@ -84,7 +84,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run's first seed
+    init_from: str = ""  # run folder: start from its first seed's best parameters
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -174,7 +174,7 @@ class ActorCritic(nn.Module):
             # im2col: the same as nn.Conv, but 28 times as fast on CPU.
             h, w, _ = x.shape
             patches = [x[i : h - 2 + i, j : w - 2 + j] for i in range(3) for j in range(3)]
-            x = dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1))  # [H - 2, W - 2, 16]
+            x = dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1))  # [h - 2, w - 2, 16]
             x = nn.relu(nn.LayerNorm()(x)).ravel()
             return nn.relu(nn.LayerNorm()(dense(self.hidden_size, 2**0.5)(x)))
         x = nn.tanh(dense(self.hidden_size, 2**0.5)(x.ravel()))
@@ -278,7 +278,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
+    """A random permutation. Sorting random bits with the row appended beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -291,7 +291,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
+    nothing was measured. A sweep calls make_train on a traced learning rate in a vmap in a pmap.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -349,7 +349,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -465,7 +465,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, `init_from` or `state`, in NumPy."""
+    """The last checkpoint, `init_from` or `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -477,8 +477,8 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
-    state = broadcast_one_to_all(state)  # hosts may share no folder
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -501,7 +501,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start one
+        clear_backends()  # imports start it
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()

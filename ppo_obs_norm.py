@@ -87,7 +87,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run's first seed
+    init_from: str = ""  # run folder: start from its first seed's best parameters
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -176,7 +176,7 @@ def make_brax_env(config: Config) -> tuple:
         steps = env_state[1] + 1
         terminated = state.done > 0
         truncated = steps >= time_limit
-        # Brax does not reset itself; its own wrapper would always return to the same state.
+        # Brax does not reset itself; its own wrapper would always reset to the same state.
         first = (env.reset(key), jnp.int32(0))
         env_state = optax.tree.where(terminated | truncated, first, (state, steps))
         return env_state[0].obs, env_state, state.reward, terminated, truncated, state.obs
@@ -235,7 +235,7 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, batch: jax.Array) -> Moments:
-    """Merge [B, ...] from all devices (Chan et al. 1979, eq. 2.1). Needs pmap.
+    """Merge [T * N, ...] from all devices (Chan et al. 1979, eq. 2.1).
 
     Means and variances, unlike sums, neither overflow nor lose precision.
     """
@@ -261,7 +261,7 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array):
         """One observation [...] -> policy, value []."""
-        # Without gradient: only update_step sets the statistics.
+        # No gradient: only update_step changes the statistics.
         initial = lambda: Moments(jnp.zeros(obs.shape), jnp.ones(obs.shape), jnp.float32(0))
         moments = jax.lax.stop_gradient(self.variable("obs_stats", "moments", initial).value)
         obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)
@@ -388,7 +388,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
+    """A random permutation. Sorting random bits with the row appended beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -401,7 +401,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
+    nothing was measured. A sweep calls make_train on a traced learning rate in a vmap in a pmap.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -459,7 +459,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -581,7 +581,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, `init_from` or `state`, in NumPy."""
+    """The last checkpoint, `init_from` or `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -593,8 +593,8 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
-    state = broadcast_one_to_all(state)  # hosts may share no folder
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -617,7 +617,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start one
+        clear_backends()  # imports start it
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()

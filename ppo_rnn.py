@@ -60,7 +60,7 @@ class Config:
     env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
     benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
-    ruleset_id: int | None = None  # its only ruleset; None: a random one every episode
+    ruleset_id: int | None = None  # always this ruleset; None: a random one each time
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 1024  # parallel environments per seed, over all devices
@@ -69,7 +69,7 @@ class Config:
     update_epochs: int = 1  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int = 8  # features per tile
-    conv_size: int = 8  # channels of the first convolution; two more double them
+    conv_size: int = 8  # channels of the first convolution, then doubled twice
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory forgets at every step, as an ablation
@@ -91,7 +91,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run's first seed
+    init_from: str = ""  # run folder: start from its first seed's best parameters
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -187,7 +187,7 @@ def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), by the equations of GRUCell."""
+    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), with nn.GRUCell's equations."""
 
     hidden_size: int
     dtype: Any
@@ -202,8 +202,8 @@ class GRU(nn.Module):
         kernel, bias, hidden = (x.astype(inputs.dtype) for x in (kernel, bias, hidden))
 
         def step(hidden, x):
-            inputs, forget = x
-            hidden = jnp.where(forget, 0, hidden)
+            inputs, clear = x
+            hidden = jnp.where(clear, 0, hidden)
             reset_x, update_x, new_x = jnp.split(inputs, 3)
             reset_h, update_h, new_h = jnp.split(hidden @ kernel, 3)
             update = nn.sigmoid(update_x + update_h)
@@ -253,7 +253,7 @@ class ActorCritic(nn.Module):
         return jax.tree.map(lambda x: x[0], self(obs, hidden, reset))
 
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
-        """Renders here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
+        """Render here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
         with jax.ensure_compile_time_eval():  # the import computes tile images
             from xminigrid.experimental.img_obs import _render_obs
 
@@ -366,7 +366,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting bits with the row in the low bits beats argsort by 20%."""
+    """A random permutation. Sorting random bits with the row appended beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -379,7 +379,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. Inside a pmap, a sweep can vmap init_seed and train_seed over `lr`, say.
+    nothing was measured. A sweep calls make_train on a traced learning rate in a vmap in a pmap.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -440,7 +440,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; later rounds evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -516,7 +516,7 @@ def make_train(config: Config) -> tuple:
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
         # Environments differ between devices, but the network must not.
         params_key = jax.lax.all_gather(params_key, "devices")[0]
-        params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # N as T
+        params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # N for T
         return TrainState(key, params, optimizer(0).init(params), runner, best=params)
 
     def train_seed(state):
@@ -567,7 +567,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, `init_from` or `state`, in NumPy."""
+    """The last checkpoint, `init_from` or `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -579,8 +579,8 @@ def restore(state, config: Config, run_dir: Path):
             copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing, damaged or unfit: {error}") from None
-    state = broadcast_one_to_all(state)  # hosts may share no folder
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -603,7 +603,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start one
+        clear_backends()  # imports start it
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()

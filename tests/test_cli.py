@@ -555,7 +555,7 @@ def test_the_checkpoint_of_another_state(module, stopped):
     path.write_bytes(flax.serialization.msgpack_serialize(saved))
     before = path.read_bytes()
     code, _, err = run(module, "--run-dir", stopped)
-    assert code == 2 and str(path) in err and "does not fit" in err
+    assert code == 2 and str(path) in err and "unfit" in err
     assert path.read_bytes() == before
 
 
@@ -596,7 +596,7 @@ def test_init_from_starts_from_the_best_parameters(module, base, tmp_path, monke
 def test_init_from_another_network(module, base, tmp_path):
     words = flags(tiny(module, hidden_size=5, init_from=str(base.path)))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "run")
-    assert code == 2 and str(base.path / "checkpoint.msgpack") in err and "does not fit" in err
+    assert code == 2 and str(base.path / "checkpoint.msgpack") in err and "unfit" in err
 
 
 def test_init_from_a_folder_without_a_run(module, base, tmp_path):
@@ -673,10 +673,8 @@ OUT_OF_RANGE += [("ent_coef", -0.1), ("vf_coef", "nan"), ("target_kl", 0), ("num
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
 def test_numbers_out_of_range(module, fails, name, value):
     message = fails(f"--{name}", value)
-    assert re.match(
-        rf"error: {name} = {float(value):g}".rstrip("0.") if value else "error", message
-    )
-    assert name in message and "between" in message
+    number = re.fullmatch(rf"error: {name} = (\S+) must be >=? 0, <= (1|1e\+18)\n", message)[1]
+    np.testing.assert_equal(float(number), float(value))
 
 
 def test_fewer_steps_than_one_update_per_evaluation(module, fails):
@@ -698,7 +696,7 @@ def test_a_missing_extra(module, monkeypatch):
     code, out, err = run(module, "--env-id", "brax/ant")
     assert code == 2 and not out and "brax/ant" in err and len(err.splitlines()) <= 2
     takes_brax = "import brax" in (ROOT / f"{module.SCRIPT}.py").read_text()
-    assert ("pip install" in err and "[brax]" in err) == takes_brax
+    assert ("pip install brax" in err) == takes_brax
 
 
 def test_an_error_in_a_process_of_its_own(tmp_path):

@@ -831,7 +831,7 @@ def test_without_jaxmarl_the_default_is_rings_and_others_name_the_extra(monkeypa
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxmarl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
-    with pytest.raises(ippo.ConfigError, match="pip install jaxmarl"):
+    with pytest.raises(ippo.ConfigError, match=r"pip install jaxmarl"):
         ippo.make_train(ippo.Config(env_id="MPE_simple_spread_v3"))
 
 

@@ -439,6 +439,18 @@ def test_plain_gaussian_is_that_of_distrax(continuous):
     np.testing.assert_allclose(distribution.to_env(raw), np.clip(raw, -1, 1), atol=1e-6)
 
 
+def test_the_deviation_does_not_depend_on_the_state(continuous):
+    """The log standard deviation is a parameter of zeros, one for each action."""
+    network = network_of(continuous, tiny(continuous))
+    obs = jax.random.normal(jax.random.key(0), (5, 3))
+    params = network.init(jax.random.key(1), obs[0])
+    np.testing.assert_array_equal(params["params"]["log_std"], np.zeros(1))
+    params = jax.tree.map(lambda x: x + 0.3, params)
+    policy, _ = jax.vmap(network.apply, (None, 0))(params, obs)
+    np.testing.assert_array_equal(policy.log_std, np.full((5, 1), np.float32(0.3)))
+    assert np.ptp(policy.mean) > 1e-3  # whereas the mean does
+
+
 # ------------------------------------- statistics
 @pytest.fixture(scope="module")
 def obs_norm():

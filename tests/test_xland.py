@@ -72,7 +72,7 @@ def test_without_a_ruleset_every_reset_samples_a_task(benchmark):
 @pytest.mark.parametrize(
     "options, words",
     [
-        ({"ruleset_id": 3}, "trivial-21k has 3"),
+        ({"ruleset_id": 3}, "must be < 3"),
         ({"benchmark_id": "trivial"}, "benchmark_id.*trivial-21k"),
         ({"benchmark_id": "", "ruleset_id": 0}, "benchmark_id.*trivial-21k"),
         ({"env_id": "MiniGrid-Empty-5x5"}, "XLand-MiniGrid"),
