@@ -402,7 +402,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # no longer finished
+    path.unlink(missing_ok=True)  # now unfinished
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

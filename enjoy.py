@@ -145,7 +145,7 @@ def make_viewer(config) -> Viewer:
 
     if config.env_id in xminigrid.registered_environments():
         return xminigrid_viewer(config)
-    if config.env_id in gymnax.registered_envs:
+    if config.env_id in gymnax.registered_envs or config.env_id.startswith("Catch-"):
         return gymnax_viewer(config)
     return many_agents_viewer(config)
 
@@ -153,10 +153,12 @@ def make_viewer(config) -> Viewer:
 def gymnax_viewer(config) -> Viewer:
     import gymnax
 
-    env, params = gymnax.make(config.env_id)
+    catch = re.fullmatch(r"Catch-(\d+)x(\d+)", config.env_id)  # of disco.py
+    sizes = {"rows": int(catch[1]), "columns": int(catch[2])} if catch else {}
+    env, params = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
     params = params.replace(**json.loads(config.env_params or "{}"))
     space = env.action_space(params)
-    has_planes = len(env.observation_space(params).shape) == 3 or config.env_id == "Catch-bsuite"
+    has_planes = len(env.observation_space(params).shape) == 3 or env.name == "Catch-bsuite"
     if has_planes:
         draw = lambda state: planes(np.asarray(env.observe(state.time, state, None, params)))
     else:

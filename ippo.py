@@ -16,9 +16,9 @@ one XLA program. Deliberate deviations from the papers or most implementations:
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
 
-    python ippo.py
+    python ippo.py --num-seeds 5
 
--50.7 ± 1.3 on MPE_simple_spread_v3 over 3 seeds.
+-51.1 ± 0.8 on MPE_simple_spread_v3: 113k steps/s, 67 s on two CPU cores.
 """
 
 # /// script
@@ -87,7 +87,7 @@ class Config:
     clip_value: bool = False  # clip the value too, by the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # skip further epochs above this approximate KL
+    target_kl: float | None = None  # skip further actor epochs above this KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -127,7 +127,7 @@ class Rings:
     Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
     (a + k) % 3 - 1 cells: what is right for one agent is wrong for the others. Arriving pays 1 and
     ends the agent's part; other steps cost 0.2; the time limit is 8 steps. The best return from d
-    cells away, either way round, is 1.2 - 0.2 d; on average 1 + 14 / 15 + 0.9 = 2.833 per team.
+    cells away, the shorter way, is 1.2 - 0.2 d; on average 1 + 14 / 15 + 0.9 = 2.833 per team.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
@@ -167,11 +167,9 @@ CLOCKS = {
 
 
 class Observation(NamedTuple):
-    """What one agent sees."""
-
-    features: jax.Array  # [F], with the agent's one-hot index for a shared network
+    features: jax.Array  # [F], with the agent's one-hot index if shared
     mask: jax.Array  # [A] legal actions, or components of a continuous action
-    active: jax.Array  # [] False from the agent's end until the episode's
+    active: jax.Array  # [] False after the agent's own end
 
 
 def load_env(config: Config):
@@ -484,7 +482,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[:, 0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; the others evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -506,7 +504,7 @@ def make_train(config: Config) -> tuple:
         # Mean, variance and gradient span all devices.
         # The mean and variance leave out inactive agents.
         weight = batch.obs.active / jnp.maximum(pmean(batch.obs.active.mean()), 1e-8)
-        advantage -= pmean((weight * advantage).mean())
+        advantage = (advantage - pmean((weight * advantage).mean())) * batch.obs.active
         advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
         loss_grad = jax.grad(ppo_loss, has_aux=True)
         grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
@@ -675,7 +673,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start it
+        clear_backends()  # imports start them
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -689,7 +687,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # no longer finished
+    path.unlink(missing_ok=True)  # now unfinished
     if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

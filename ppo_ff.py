@@ -9,9 +9,9 @@ one XLA program. Deliberate deviations from the papers or most implementations:
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
-    python ppo_ff.py
+    python ppo_ff.py --num-seeds 5
 
-500 ± 0 on CartPole-v1 over 5 seeds (--num-seeds 5).
+500 ± 0 on CartPole-v1: 208k steps/s, 26 s on two CPU cores.
 """
 
 # /// script
@@ -349,7 +349,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; the others evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -501,7 +501,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start it
+        clear_backends()  # imports start them
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -515,7 +515,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # no longer finished
+    path.unlink(missing_ok=True)  # now unfinished
     if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

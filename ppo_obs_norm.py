@@ -11,9 +11,9 @@ one XLA program. Deliberate deviations from the papers or most implementations:
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
-    python ppo_obs_norm.py
+    python ppo_obs_norm.py --num-seeds 5
 
--155 ± 4 on Pendulum-v1 over 5 seeds (--num-seeds 5).
+-155 ± 4 on Pendulum-v1: 253k steps/s, 22 s on two CPU cores.
 """
 
 # /// script
@@ -159,7 +159,7 @@ def make_brax_env(config: Config) -> tuple:
         raise ConfigError(f"{config.env_id} needs Brax: pip install brax") from None
     names = [f"brax/{name}" for name in brax.envs._envs]
     if config.env_id not in names:
-        raise ConfigError(f"unknown env_id {config.env_id}: known: {', '.join(names)}")
+        raise ConfigError(f"unknown env_id {config.env_id}; known: {', '.join(names)}")
     try:
         params = {"max_steps_in_episode": 1000} | json.loads(config.env_params or "{}")
         (time_limit,) = map(int, params.values())
@@ -193,7 +193,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 class ActionDistribution:
     """Diagonal Gaussian over raw actions. If squashed, densities are those of `to_env(raw)`."""
 
-    mean: jax.Array  # [..., A], A action dimensions
+    mean: jax.Array  # [..., A = action dimension]
     log_std: jax.Array  # [..., A]
     squash: bool = flax.struct.field(pytree_node=False)
 
@@ -459,7 +459,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; rounds 1-10 evaluate the best."""
+        """Round 0 evaluates the parameters and keeps the best; the others evaluate the best."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -617,7 +617,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start it
+        clear_backends()  # imports start them
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -631,7 +631,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # no longer finished
+    path.unlink(missing_ok=True)  # now unfinished
     if jax.process_count() == 1:  # else pmap compiles later
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

@@ -635,8 +635,7 @@ def copy(tree):
     [
         {"rule": "actor_critic"},
         {"rule": "policy_gradient"},
-        {"env_id": "CartPole-v1", "num_seeds": 2},
-        {"env_id": "Breakout-MinAtar"},
+        {"env_id": "Breakout-MinAtar", "num_seeds": 2},
     ],
     ids=str,
 )

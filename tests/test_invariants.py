@@ -462,7 +462,7 @@ for script in scripts:
 
 @pytest.fixture(scope="module")
 def many_devices(tmp_path_factory):
-    """Returns load(devices, script, keys): state and metrics [D, ...] after two calls, by path.
+    """Returns load(script, keys): state and metrics [4, ...] after two calls, by path.
 
     On emulated devices, all started from the "same" key, which makes them copies of each other, or
     from "different" ones.
@@ -478,12 +478,11 @@ def many_devices(tmp_path_factory):
         subprocess.run(command, env=environment, check=True, timeout=400)
         return folder
 
-    return lambda devices, script, keys: dict(np.load(run(devices) / f"{script}_{keys}.npz"))
+    return lambda script, keys: dict(np.load(run(4) / f"{script}_{keys}.npz"))
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_hold_the_same_network(many_devices, module, devices):
-    arrays = many_devices(devices, module.SCRIPT, "different")
+def test_devices_hold_the_same_network(many_devices, module):
+    arrays = many_devices(module.SCRIPT, "different")
     shared = (".params", ".opt_state", ".update", ".return_stats", ".best", "['")
     shared += (".eval_return", ".absolute_return")
     for path, x in arrays.items():
@@ -508,18 +507,17 @@ def test_the_explained_variance_spans_all_devices(module, monkeypatch):
     assert (explained < 0.9).all() and explained[0] == explained[1]
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_devices_have_different_environments(many_devices, module, devices):
-    arrays = many_devices(devices, module.SCRIPT, "different")
+def test_devices_have_different_environments(many_devices, module):
+    arrays = many_devices(module.SCRIPT, "different")
     different = [path for path, x in arrays.items() if (x[0] != x[1]).any()]
     assert "[0].key" in different and any("env_state" in path for path in different)
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_copies_of_a_device_learn_what_one_learns(many_devices, module, devices):
+def test_copies_of_a_device_learn_what_one_learns(many_devices, module):
     """Means, variances, gradients, metrics and evaluations are averages over the devices."""
-    arrays = many_devices(devices, module.SCRIPT, "same")
-    assert len(arrays["[0].key"]) == devices
+    arrays = many_devices(module.SCRIPT, "same")
+    devices = len(arrays["[0].key"])
+    assert devices == 4
     with probes_for(module):
         changes = {"num_seeds": 2, "total_timesteps": 64, "lr": 1e-2}
         config = probe_config(module, "Clock", **changes)

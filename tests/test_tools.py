@@ -348,6 +348,7 @@ def test_parameters_of_the_environment_are_those_of_the_run(runs, tmp_path):
         ("MountainCar-v0", "ppo_ff"),
         ("Breakout-MinAtar", "ppo_ff"),
         ("Catch-bsuite", "ppo_ff"),
+        ("Catch-8x6", "disco"),
         ("MiniGrid-Empty-5x5", "ppo_rnn"),
     ],
 )
