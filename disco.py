@@ -748,7 +748,7 @@ def make_train(config: Config) -> tuple:
     num_envs, replay_size, replay_batch = (size // num_devices for size in sizes)  # N, C, B
     if any(size % num_devices for size in sizes):
         names = "num_envs, replay_size, replay_batch"
-        raise ConfigError(f"{names} = {sizes}: must be multiples of {num_devices} devices")
+        raise ConfigError(f"{names} = {sizes}: not divisible by {num_devices} devices")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
     if config.num_steps < 2 or trajectories < max(config.num_envs, config.replay_batch):
         least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
@@ -795,7 +795,7 @@ def make_train(config: Config) -> tuple:
         rows = jax.random.randint(replay_key, (replay_batch,), 0, filled)
         batch = jax.tree.map(lambda x: x[rows].swapaxes(0, 1), replay)  # [L, B, ...]
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
-        # While the replay fills up, nothing is learned or measured.
+        # No learning before the replay holds a batch; grad_norm must be finite.
         ready = filled >= replay_batch
         unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}
         metrics = optax.tree.where(ready, metrics, unmeasured)

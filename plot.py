@@ -104,7 +104,7 @@ def read_run(run_dir: Path, metric: str) -> Run:
         raise RunError(f"{run_dir} has measured no {metric} yet")
     steps = table["env_steps"][:, 0]
     seconds = np.cumsum(np.diff(steps, prepend=0) * seeds / table["time/sps"][:, 0])
-    training = table.get("episode/return", np.array(np.nan))
+    training = table["episode/return"] if len(names) > 3 else np.array(np.nan)
     return Run(
         options=options,
         curve=Curve(steps, seconds, table[metric]),
