@@ -87,7 +87,7 @@ class Config:
     clip_value: bool = False  # clip the value too, by the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # skip further actor epochs above this KL
+    target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel

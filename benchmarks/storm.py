@@ -75,7 +75,7 @@ def read(run_dir: Path) -> tuple[bytes, list[str]]:
 
 def storm(script: Path, folder: Path, kills: int, options: list[str]) -> dict:
     """Returns the number of kills and whether the files are the same. Exits if a run fails."""
-    calls = 8 * (kills + 1)  # more than fit between the kills
+    calls = 25 * (kills + 1)  # more than fit between the kills
     defaults = OPTIONS.get(script.stem, PPO).format(calls=calls, steps=64 * calls)
     options = [*defaults.split(), *options]
     undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"

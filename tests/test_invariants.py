@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xminigrid
-from conftest import ROOT, SCRIPTS, load_script, tiny, with_devices
+from conftest import ROOT, SCRIPTS, load_script, with_devices
 from probes import look, make_player, probe_config, probes_for, start, to_numpy
 
 TIMES = list(range(7))  # states of Clock, with the final observation of a time limit
@@ -492,15 +492,20 @@ def test_devices_hold_the_same_network(many_devices, module):
     assert len([path for path in arrays if path.startswith("[1]")]) == 13  # the metrics
 
 
-def test_the_explained_variance_spans_all_devices(module, monkeypatch):
+@pytest.mark.parametrize("script", ["ppo_ff", "ippo"])
+def test_the_explained_variance_spans_all_devices(script, monkeypatch):
     """An error that is constant on each device, but not over the devices."""
+    module = load_script(script)
 
     def compute_gae(reward, value, *_):
         error = jax.lax.axis_index("devices") * jax.numpy.ones_like(value)
         return error, value + error
 
     monkeypatch.setattr(module, "compute_gae", compute_gae)
-    *_, init_seed, train_seed = module.make_train(tiny(module, num_evals=1, total_timesteps=16))
+    sizes = {"num_envs": 4, "num_steps": 4, "num_minibatches": 2, "hidden_size": 4}
+    sizes |= {"num_evals": 1, "eval_episodes": 2, "total_timesteps": 16}
+    env_id = "rings" if script == "ippo" else "CartPole-v1"
+    *_, init_seed, train_seed = module.make_train(module.Config(env_id=env_id, **sizes))
     update = lambda key: train_seed(init_seed(key))[1]["value/explained_variance"]
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))
     explained = jax.jit(jax.vmap(update, axis_name="devices"))(keys)

@@ -50,14 +50,17 @@ def rows_written(run_dir):
 
 # ----------------------------------------- killed
 @pytest.mark.parametrize("script", [*SCRIPTS, *SIBLINGS])
-def test_a_run_killed_three_times_ends_in_the_same_bits(script, tmp_path):
-    """SIGKILL twice and SIGINT once, at random moments, against an undisturbed run."""
+def test_a_killed_run_ends_in_the_same_bits(script, tmp_path):
+    """At random moments, against an undisturbed run; benchmarks/storm.py kills more often."""
+    signals = [signal.SIGKILL]
+    if script == "ppo_ff":  # the run part is the same in every script
+        signals += [signal.SIGKILL, signal.SIGINT]
     chance, config = random.Random(script), config_of(script)
     twin, killed = tmp_path / "twin", tmp_path / "killed"
     code, _, err = finish(start_process(script, [*flags(config), "--run-dir", twin]))
     assert code == 0, err
     words, stopped_at = [*flags(config), "--run-dir", killed], []
-    for number in (signal.SIGKILL, signal.SIGKILL, signal.SIGINT):
+    for number in signals:
         process = start_process(script, words)
         goal = rows_written(killed) + chance.randrange(5, 25)
         while rows_written(killed) < goal and process.poll() is None:
@@ -68,9 +71,10 @@ def test_a_run_killed_three_times_ends_in_the_same_bits(script, tmp_path):
         assert code == {signal.SIGKILL: -9, signal.SIGINT: 1}[number], err
         stopped_at.append(rows_written(killed))
         words = ["--run-dir", killed]
-    last_line = err.strip().splitlines()[-1]
-    assert last_line.startswith("interrupted: continue with --run-dir") and "Traceback" not in err
-    assert 0 < stopped_at[0] < stopped_at[1] < stopped_at[2] < config.num_updates
+    if number == signal.SIGINT:
+        assert err.strip().splitlines()[-1] == "interrupted: continue with --run-dir FOLDER"
+        assert "Traceback" not in err
+    assert sorted({0, *stopped_at, config.num_updates}) == [0, *stopped_at, config.num_updates]
     code, _, err = finish(start_process(script, words))
     assert code == 0, err
     assert learned(killed) == learned(twin)
