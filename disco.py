@@ -19,7 +19,7 @@ Shapes: L steps, T = L - 1 transitions, A actions, D devices, S seeds; N, B, C a
 
     python disco.py
 
-Seeds 0-2 reach 0.9 after 28k to 36k of 58k steps and end at 1.00; chance is -0.75.
+Seeds 0-2 reach 0.9 after 28k to 36k of 58k steps and end at 1.00; chance: -0.75.
 """
 
 # /// script
