@@ -178,7 +178,7 @@ def load_env(config: Config):
         params = json.loads(config.env_params or "{}")
         if config.env_id == "rings":
             return Rings(**params)
-        with contextlib.redirect_stdout(None):  # prints warnings
+        with contextlib.redirect_stdout(None):  # silence warnings
             import jaxmarl
             from jaxmarl.environments.overcooked import overcooked_layouts as layouts
             from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as maps
