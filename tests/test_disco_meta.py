@@ -74,8 +74,9 @@ def start(config):
     return init(KEYS), train.lower(None).compile()
 
 
-def first_agent(state):
-    return jax.tree.map(lambda x: x[0, 0], state.agents)
+def first_agent(config):
+    init, _ = disco_meta.make_train(config)
+    return jax.tree.map(lambda x: x[0, 0], init(KEYS).agents)
 
 
 def alone(function):
@@ -118,7 +119,7 @@ def test_the_optimizer_moves_as_that_of_disco():
 def test_values_take_no_gradient():
     """From the second inner update on, they depend on the meta-network, as the agent does."""
     config = small()
-    agent = first_agent(start(config)[0])
+    agent = first_agent(config)
     network, batch = disco.Agent(3, config), rollout(np.random.default_rng(0), 4)
     target = disco_meta.unroll(network, agent.target_params, batch.obs)
 
@@ -140,7 +141,7 @@ def test_values_take_no_gradient():
 def test_the_meta_gradient_is_that_of_finite_differences():
     """Through one inner update, in float64, with all that takes no gradient held in place."""
     config = small()
-    agent = first_agent(start(config)[0])
+    agent = first_agent(config)
     meta_net = disco.random_weights(0)
     network, rng = disco.Agent(3, config), np.random.default_rng(0)
 
@@ -214,7 +215,7 @@ def test_the_meta_gradient_is_that_of_finite_differences():
 def test_the_moments_of_the_advantage_are_those_of_the_training_rollouts():
     """As in the original, against rlax; the validation rollout is only normalized with them."""
     config = small()
-    agent, rng = first_agent(start(config)[0]), np.random.default_rng(0)
+    agent, rng = first_agent(config), np.random.default_rng(0)
     network = disco.Agent(3, config)
     batch, valid = rollout(rng, 4), rollout(rng, 5)
     inputs = (disco.random_weights(0), agent, jax.tree.map(lambda x: x[None], batch), valid)

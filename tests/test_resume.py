@@ -1,4 +1,4 @@
-"""Runs that are killed, diverge, or find the disk full, as processes of their own."""
+"""Runs that are killed, as processes of their own, that diverge, or that find the disk full."""
 
 import os
 import random
@@ -56,8 +56,8 @@ def test_a_killed_run_ends_in_the_same_bits(script, tmp_path):
     if script == "ppo_ff":  # the run part is the same in every script
         signals += [signal.SIGKILL, signal.SIGINT]
     chance, config = random.Random(script), config_of(script)
-    twin, killed = tmp_path / "twin", tmp_path / "killed"
-    code, _, err = finish(start_process(script, [*flags(config), "--run-dir", twin]))
+    module, twin, killed = load_script(script), tmp_path / "twin", tmp_path / "killed"
+    code, _, err = run(module, *flags(config), "--run-dir", twin)
     assert code == 0, err
     words, stopped_at = [*flags(config), "--run-dir", killed], []
     for number in signals:
@@ -75,7 +75,7 @@ def test_a_killed_run_ends_in_the_same_bits(script, tmp_path):
         assert err.strip().splitlines()[-1] == "interrupted: continue with --run-dir FOLDER"
         assert "Traceback" not in err
     assert sorted({0, *stopped_at, config.num_updates}) == [0, *stopped_at, config.num_updates]
-    code, _, err = finish(start_process(script, words))
+    code, _, err = run(module, *words)
     assert code == 0, err
     assert learned(killed) == learned(twin)
     assert set(content(killed)) == set(content(twin))
