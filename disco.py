@@ -11,7 +11,7 @@ has learned as well; q predicts returns. One update:
     divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
                  + 0.2 cross_entropy(q, returns), reduced by one Adam step
 
-As in the original, a time limit counts as a termination, and the first step of an episode has no
+As in the original, a time limit is a termination, and the step after an episode's end has no
 loss; values and targets agree to 1e-9 in float64 (tests/test_disco.py). Deviation: num_envs,
 replay_size and replay_batch are totals over the devices. `--rule` offers two baselines.
 
@@ -254,12 +254,12 @@ class Released:
     """Name of a layer in the released file, and the shape of its weights there."""
 
     name: str
-    shape: tuple[int, ...]  # [I, O], or [1, I, O] of a convolution over the actions
+    shape: tuple[int, ...]  # [I, O], or [1, I, O] for a convolution across actions
     stddev: float | None = None  # of random weights; None: 1 / sqrt(I)
 
 
 class Embeddings(NamedTuple):
-    """Layers, or their places in the file, that embed LSTM inputs."""
+    """Layers that embed LSTM inputs, or their places in the file."""
 
     y_hidden: Linear = Released("mlp/~/linear_0", (600, 16))
     y_output: Linear = Released("mlp/~/linear_1", (16, 1))
@@ -501,7 +501,7 @@ def mix_actions(linear: Linear, x):
 def make_features(embeddings: Embeddings, online, target, batch, values: Values, moments: Moments):
     """Inputs of the meta-network: step_features [T, B, 27], embedded actions [T, B, A, 2].
 
-    Meta-gradients flow through y and z only. The released weights fix the order of the features.
+    Only the agent's y and z pass meta-gradients. The released weights fix the order of features.
     """
     action = batch.action[:-1]
     policy = jax.lax.stop_gradient(nn.softmax(online.logits))  # [T + 1, B, A]
@@ -622,16 +622,16 @@ def value_loss(logits, target):
     """Cross-entropy with the transformed target [...], two-hot over the nearest bins."""
     value = jnp.sign(target) * (jnp.sqrt(jnp.abs(target) + 1) - 1) + 1e-3 * target
     value = jnp.clip(value, -MAX_VALUE, MAX_VALUE)
-    position = (value + MAX_VALUE) / (2 * MAX_VALUE) * (NUM_BINS - 1)
+    position = value + MAX_VALUE  # one bin per integer
     lower, upper = jnp.floor(position), jnp.ceil(position)
-    weight = (upper - MAX_VALUE - value) / (upper - lower + 1e-5)  # of the lower bin
+    weight = (upper - position) / (upper - lower + 1e-5)  # of the lower bin
     log_p = nn.log_softmax(logits)
     log_p_of = lambda bins: jnp.take_along_axis(log_p, bins.astype(int)[..., None], -1).squeeze(-1)
     return -weight * log_p_of(lower) - (1 - weight) * log_p_of(upper)
 
 
 def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Config):
-    """(loss, metrics) of losses [T, B], averaged over all but the first step of each episode."""
+    """(loss, metrics) of losses [T, B], averaged over all but the steps after episode ends."""
     losses["policy/entropy"] = distrax.Categorical(output.logits[:-1]).entropy()
     mask = ~batch.reset[:-1]
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep calls make_train on a traced learning rate in a vmap in a pmap.
+    nothing was measured. A sweep vmaps init_seed and train_seed over lr, in a pmap over "devices".
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -753,8 +753,8 @@ def make_train(config: Config) -> tuple:
     if config.num_steps < 2 or trajectories < max(config.num_envs, config.replay_batch):
         least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
         least += -least % (config.num_evals * config.batch_size)
-        options = f"num_steps (>= 2), replay_size or total_timesteps (>= {least})"
-        raise ConfigError(f"the replay would hold {trajectories} trajectories: raise {options}")
+        options = f"num_steps >= 2, a larger replay_size or total_timesteps >= {least}"
+        raise ConfigError(f"the replay holds {trajectories} trajectories: use {options}")
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None
@@ -795,7 +795,7 @@ def make_train(config: Config) -> tuple:
         rows = jax.random.randint(replay_key, (replay_batch,), 0, filled)
         batch = jax.tree.map(lambda x: x[rows].swapaxes(0, 1), replay)  # [L, B, ...]
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
-        # No learning before the replay holds a batch; grad_norm must be finite.
+        # No learning before the replay holds a batch; main rejects a NaN grad_norm.
         ready = filled >= replay_batch
         unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}
         metrics = optax.tree.where(ready, metrics, unmeasured)
@@ -836,7 +836,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file atomically, from the first process."""
+    """Write a file atomically, in the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -865,7 +865,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, `init_from` or `state`, as NumPy arrays."""
+    """The last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -883,7 +883,7 @@ def restore(state, config: Config, run_dir: Path):
 
 
 def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S] of the updates from `first` on."""
+    """Write metrics [updates, S], starting at update `first`."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
     del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint

@@ -20,7 +20,7 @@ per agent and device.
 
     python disco_meta.py --seed 1
 
-In an earlier version, rules that were meta-trained with seeds 1, 2 and 3 (35 to 45 minutes each on
+Rules meta-trained by an earlier version with seeds 1, 2 and 3 (35 to 45 minutes each on
 one CPU core) taught new agents Catch 5x5 in 816k steps: return 0.45, 0.53 and 0.98. Disco103 with
 networks of this size: 0.55; random weights: -0.59.
 """
@@ -245,7 +245,7 @@ def mean_entropy(logits):
 def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Config):
     """Loss of an agent after its inner updates. Returns loss, (agent, metrics).
 
-    `batches` are rollouts [K, L, N, ...], `valid` is one of valid_steps.
+    Rollouts: `batches` [K, L, N, ...] and `valid` [valid_steps, N, ...].
     """
     update = lambda agent, batch: inner_update(meta_net, agent, batch, network, config)
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)

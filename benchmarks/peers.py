@@ -46,35 +46,100 @@ def compiled(function, *args):
     return time.perf_counter() - start, lambda: jax.block_until_ready(program(*args))
 
 
-def purejaxrl(path, script, options, steps_per_call, calls):
+PUREJAXRL = {  # the defaults of its `ppo.py`
+    "LR": 2.5e-4,
+    "NUM_ENVS": 4,
+    "NUM_STEPS": 128,
+    "TOTAL_TIMESTEPS": 5e5,
+    "UPDATE_EPOCHS": 4,
+    "NUM_MINIBATCHES": 4,
+    "GAMMA": 0.99,
+    "GAE_LAMBDA": 0.95,
+    "CLIP_EPS": 0.2,
+    "ENT_COEF": 0.01,
+    "VF_COEF": 0.5,
+    "MAX_GRAD_NORM": 0.5,
+    "ACTIVATION": "tanh",
+    "ENV_NAME": "CartPole-v1",
+    "ANNEAL_LR": True,
+    "DEBUG": False,
+}
+
+
+def parse(words):
+    """NAME=value ... -> dict"""
+    options = dict(word.split("=") for word in words)
+    for name, value in options.items():
+        try:
+            number = float(value)
+            options[name] = int(number) if number.is_integer() else number
+        except ValueError:
+            pass
+    return options
+
+
+def purejaxrl_module(path):
+    """Its `ppo.py`, with gymnax 1.x."""
     import gymnax
 
     sys.path.insert(0, f"{path}/purejaxrl")
     sys.modules.setdefault("navix", types.ModuleType("navix"))  # imported, not used here
     make = gymnax.make
     gymnax.make = lambda name: (FiveValues(make(name)[0]), make(name)[1])
+    import ppo
+
+    return ppo
+
+
+def purejaxrl_curve(path, options, seeds):
+    """Environment steps [U] and mean training returns [U, S]."""
+    config = {**PUREJAXRL, **options}
+    train = jax.jit(jax.vmap(purejaxrl_module(path).make_train(config)))
+    metrics = train(jax.random.split(jax.random.PRNGKey(0), seeds))["metrics"]
+    return mean_returns(
+        metrics["returned_episode_returns"],  # [S, U, T, N]
+        metrics["returned_episode"],
+        config["NUM_ENVS"] * config["NUM_STEPS"],
+    )
+
+
+def mean_returns(returns, ended, batch):
+    """Over the episodes that ended in an update; NaN if none did."""
+    returns, ended = np.asarray(returns), np.asarray(ended)
+    count = ended.sum(axis=(2, 3))  # [S, U]
+    total = (returns * ended).sum(axis=(2, 3))
+    mean = np.where(count > 0, total / np.maximum(count, 1), np.nan)
+    return batch * np.arange(1, mean.shape[1] + 1), mean.T
+
+
+def purejaxrl_clock(path, words, calls=3, seconds_per_call=4.0):
+    config = {**PUREJAXRL, **parse(words)}
+    batch = config["NUM_ENVS"] * config["NUM_STEPS"]
+    make_train = purejaxrl_module(path).make_train
+    updates, timed = 10, []
+    for _ in range(2):
+        train = make_train({**config, "TOTAL_TIMESTEPS": updates * batch})
+        seconds, call = compiled(train, jax.random.PRNGKey(0))
+        timed = timed_calls(call, calls)
+        steps, updates = updates * batch, max(10, int(updates * seconds_per_call / min(timed)))
+    return seconds, steps, timed
+
+
+def purejaxrl(path, script, options, steps_per_call, calls):
+    import gymnax
+
+    ppo = purejaxrl_module(path)
     batch = options["num_envs"] * options["num_steps"]
     config = {
-        "LR": 2.5e-4,
+        **PUREJAXRL,
         "NUM_ENVS": options["num_envs"],
         "NUM_STEPS": options["num_steps"],
         "TOTAL_TIMESTEPS": max(1, steps_per_call // batch) * batch,
         "UPDATE_EPOCHS": options["update_epochs"],
         "NUM_MINIBATCHES": options["num_minibatches"],
-        "GAMMA": 0.99,
-        "GAE_LAMBDA": 0.95,
-        "CLIP_EPS": 0.2,
-        "ENT_COEF": 0.01,
-        "VF_COEF": 0.5,
-        "MAX_GRAD_NORM": 0.5,
-        "ACTIVATION": "tanh",
         "ENV_NAME": options.get("env_id", "CartPole-v1"),
-        "ANNEAL_LR": True,
-        "DEBUG": False,
     }
-    if script == "ppo_ff":
-        import ppo
-    else:
+    if script != "ppo_ff":
         import ppo_continuous_action as ppo
         import wrappers
 

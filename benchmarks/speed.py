@@ -113,6 +113,17 @@ def ours(script, options, steps_per_call, calls):
     return compile_seconds, steps, timed_calls(call, calls)
 
 
+def clock_ours(script, words, calls=3, seconds_per_call=4.0):
+    """The script with the options of a command line, for one seed."""
+    import tyro
+
+    module = importlib.import_module(script)
+    options = vars(tyro.cli(module.Config, args=words)) | {"num_seeds": 1}
+    del options["total_timesteps"]
+    _, steps, (seconds,) = ours(script, options, 1, 1)
+    return ours(script, options, int(steps * seconds_per_call / seconds), calls)
+
+
 def terminal_limits(script, options, steps_per_call, calls):
     """The same with time limits as terminations."""
     module = importlib.import_module(script)

@@ -1,0 +1,474 @@
+"""Learning curves of the scripts and of their peers, from one declared table.
+
+    python benchmarks/learning.py                            # measure the rows that are missing
+    python benchmarks/learning.py --only MinAtar             # rows whose name matches
+    python benchmarks/learning.py --clock                    # steps/s of every row, in turns
+    python benchmarks/learning.py --report                   # docs/results.md and its pictures
+    python benchmarks/learning.py --peers purejaxrl=DIR jaxmarl=DIR    # see peers.md
+
+A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
+names its command, commit and versions. Finished rows are skipped, and interrupted runs continue.
+The learning curves are measured with all seeds in one program, and the machine may be busy. The
+clock needs an idle one: steps/s of one seed without evaluation and compilation, every system that
+shares a task in turns. Training seconds are environment steps divided by that rate.
+
+The report reads nothing but the CSVs.
+"""
+
+import argparse
+import csv
+import datetime
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+import matplotlib.figure
+import numpy as np
+from matplotlib.ticker import EngFormatter
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+RUNS = ROOT / "runs" / "learning"
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from plot import BAND, COLORS, STYLE, bootstrap, iqm  # noqa: E402
+
+
+class Task(NamedTuple):
+    """An environment and the systems that learn it."""
+
+    title: str
+    threshold: float  # a return; the time to reach it is reported
+    seeds: int
+    systems: dict[str, str]  # script or peer, and a label after a space: its options
+
+
+CONTROL = "--num-evals 20"
+MINATAR = "--num-envs 64 --total-timesteps 1e6 --num-evals 20"
+BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 20 --eval-episodes 32"
+PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
+DOUBLE_PENDULUM = "brax/inverted_double_pendulum"
+EMPTY, DOORKEY = "MiniGrid-Empty-6x6", "MiniGrid-DoorKey-5x5"
+
+
+def discrete(env_id: str, threshold: float) -> Task:
+    ours, peer = f"--env-id {env_id} {CONTROL}", f"ENV_NAME={env_id}"
+    tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in ("1e-3", "5e-3")}
+    systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
+    return Task(env_id, threshold, 10, systems)
+
+
+def minatar(game: str, threshold: float) -> Task:
+    env_id = f"{game}-MinAtar"
+    ours, peer = f"--env-id {env_id} {MINATAR}", f"ENV_NAME={env_id} {PURE_MINATAR}"
+    return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
+
+
+SECTIONS = {
+    "Classic control, discrete actions": [
+        discrete("CartPole-v1", 475),
+        discrete("Acrobot-v1", -100),
+        discrete("MountainCar-v0", -130),
+    ],
+    "Continuous actions": [
+        Task(
+            env_id,
+            threshold,
+            10,
+            {
+                "ppo_continuous": f"--env-id {env_id} {CONTROL}",
+                "ppo_continuous tanh": f"--env-id {env_id} {CONTROL} --policy tanh_gaussian",
+                "ppo_obs_norm": f"--env-id {env_id} {CONTROL}",
+            },
+        )
+        for env_id, threshold in (("Pendulum-v1", -200), ("MountainCarContinuous-v0", 90))
+    ]
+    + [
+        Task(
+            DOUBLE_PENDULUM,
+            5000,
+            5,
+            {
+                script: f"--env-id {DOUBLE_PENDULUM} {BRAX}"
+                for script in ("ppo_continuous", "ppo_obs_norm")
+            },
+        ),
+    ],
+    "MinAtar": [
+        minatar("Breakout", 20),
+        minatar("Asterix", 2),
+        minatar("SpaceInvaders", 70),
+        minatar("Freeway", 28),
+    ],
+    "MiniGrid": [
+        Task(EMPTY, 0.94, 5, {"ppo_rnn": f"--env-id {EMPTY} --num-envs 8192"}),
+        Task(DOORKEY, 0.94, 5, {"ppo_rnn": f"--env-id {DOORKEY}"}),
+    ],
+    "Several agents": [
+        Task("rings", 2.8, 10, {"ippo": "--env-id rings --total-timesteps 2e5 --num-evals 20"}),
+        Task(
+            "MPE_simple_spread_v3",
+            -60,
+            5,
+            {
+                "ippo": "--env-id MPE_simple_spread_v3",
+                "ippo 4 epochs": "--env-id MPE_simple_spread_v3 --actor-epochs 4 --critic-epochs 4",
+                "jaxmarl": "TOTAL_TIMESTEPS=1e6",
+                "jaxmarl LR=3e-3": "TOTAL_TIMESTEPS=1e6 LR=3e-3",
+                "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
+            },
+        ),
+    ],
+    "Discovered rule": [
+        Task(
+            "Catch-8x8",
+            0.9,
+            5,
+            {
+                "disco": "--num-evals 20",
+                "disco policy_gradient": "--rule policy_gradient --num-evals 20",
+                "disco actor_critic": "--rule actor_critic --num-evals 20",
+            },
+        ),
+    ],
+}
+PEERS = {
+    "purejaxrl": "PureJaxRL 31756b1, `ppo.py`",
+    "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py`",
+}
+
+
+class Row(NamedTuple):
+    task: Task
+    system: str
+
+    @property
+    def kind(self) -> str:
+        return self.system.split()[0]
+
+    @property
+    def name(self) -> str:
+        return f"{self.task.title}__{self.system}".replace("/", "-").replace(" ", "-")
+
+    @property
+    def words(self) -> list[str]:
+        return self.task.systems[self.system].split()
+
+    @property
+    def command(self) -> str:
+        words = " ".join([*self.words, "--num-seeds", str(self.task.seeds)])
+        peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.task.seeds} seeds)"
+        return peer if self.kind in PEERS else f"python {self.kind}.py {words}"
+
+
+def all_rows(pattern: str) -> list[Row]:
+    tasks = [task for tasks in SECTIONS.values() for task in tasks]
+    rows = [Row(task, system) for task in tasks for system in task.systems]
+    return [row for row in rows if re.search(pattern, row.name)]
+
+
+# -------------------------------------------- measure
+def run_ours(row: Row) -> np.ndarray:
+    """Evaluations [K, 3]: seed, environment steps, return."""
+    run_dir = RUNS / row.name
+    words = [*row.words, "--num-seeds", str(row.task.seeds), "--run-dir", str(run_dir)]
+    subprocess.run([sys.executable, "-W", "ignore", f"{row.kind}.py", *words], cwd=ROOT, check=True)
+    with open(run_dir / "metrics.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["eval/return"]]
+    return np.array([[float(x[k]) for k in ("seed", "env_steps", "eval/return")] for x in rows])
+
+
+def run_peer(row: Row, path: Path, points: int = 50) -> np.ndarray:
+    """Mean training returns in `points` intervals [K, 3]: seed, environment steps, return."""
+    env = dict(os.environ)
+    # Works around an XLA:CPU deadlock with vmapped loops.
+    env["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
+    out = RUNS / f"{row.name}.npz"
+    task = json.dumps([row.kind, str(path), row.words, row.task.seeds, str(out)])
+    subprocess.run([sys.executable, "-W", "ignore", __file__, "--learn", task], env=env, check=True)
+    arrays = np.load(out)
+    steps, returns = arrays["steps"], arrays["returns"]  # [U], [U, S]
+    curve = []
+    for part in np.array_split(np.arange(len(steps)), points):
+        for seed in range(returns.shape[1]):
+            values = returns[part, seed]
+            if np.isfinite(values).any():
+                curve.append([seed, steps[part[-1]], np.nanmean(values)])
+    return np.array(curve)
+
+
+def learn(kind: str, path: str, words: list[str], seeds: int, out: str):
+    import peers
+
+    steps, returns = getattr(peers, f"{kind}_curve")(path, peers.parse(words), seeds)
+    np.savez(out, steps=steps, returns=returns)
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "optax", "gymnax"))
+
+
+def commit() -> str:
+    git = ["git", "-C", str(ROOT)]
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return head.stdout.strip() + " with changes" * changed
+
+
+def measure(rows: list[Row], peers: dict[str, Path]):
+    RUNS.mkdir(parents=True, exist_ok=True)
+    RESULTS.mkdir(exist_ok=True)
+    for row in rows:
+        path = RESULTS / f"{row.name}.csv"
+        if path.exists() or (row.kind in PEERS and row.kind not in peers):
+            continue
+        print(row.command, flush=True)
+        about = [f"# command: {row.command}", f"# commit: {commit()}", f"# versions: {versions()}"]
+        if row.kind in PEERS:
+            about += [f"# peer: {PEERS[row.kind]}", "# returns: of training, means of intervals"]
+            curve = run_peer(row, peers[row.kind])
+        else:
+            about += ["# returns: evaluations on full fresh episodes"]
+            curve = run_ours(row)
+        lines = [f"{seed:.0f},{steps:.0f},{value:.6g}" for seed, steps, value in curve]
+        path.write_text("\n".join([*about, "seed,env_steps,return", *lines, ""]))
+
+
+def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
+    """Steps/s of one seed without evaluation, the systems of a task in turns."""
+    import speed
+
+    path = RESULTS / "clock.csv"
+    lines = path.read_text().splitlines() if path.exists() else []
+    table = {row["name"]: row for row in csv.DictReader(lines)}
+    rows = [row for row in rows if row.kind not in PEERS or row.kind in peers]
+    for task in dict.fromkeys(row.task.title for row in rows):
+        turns = [row for row in rows if row.task.title == task]
+        results = {row: [] for row in turns}
+        for _ in range(rounds):
+            for row in turns:
+                arguments = ("clock_ours", row.kind, row.words)
+                if row.kind in PEERS:
+                    arguments = (f"{row.kind}_clock", str(peers[row.kind]), row.words)
+                results[row].append(speed.in_a_process(*arguments))
+        for row, measured in results.items():
+            merged = speed.merge(measured)
+            print(row.name, merged, flush=True)
+            if merged["error"]:
+                continue
+            table[row.name] = {
+                "name": row.name,
+                "steps_per_second": f"{merged['median']:.0f}",
+                "min": f"{merged['min']:.0f}",
+                "max": f"{merged['max']:.0f}",
+                "compile_seconds": f"{merged['compile']:.1f}",
+                "commit": commit(),
+                "date": datetime.date.today().isoformat(),
+            }
+            with open(path, "w", newline="") as file:
+                writer = csv.DictWriter(file, table[row.name])
+                writer.writeheader()
+                writer.writerows(table[name] for name in sorted(table))
+
+
+# --------------------------------------------- report
+class Curve(NamedTuple):
+    """One metric of S seeds at K points."""
+
+    about: dict[str, str]  # the comments of the CSV
+    steps: np.ndarray  # [K]
+    values: np.ndarray  # [K, S]
+
+
+def read_curve(path: Path) -> Curve:
+    lines = path.read_text().splitlines()
+    comments = [line[2:].split(": ", 1) for line in lines if line.startswith("#")]
+    table = np.array([x.split(",") for x in lines if x[:1].isdigit()], float)
+    steps = np.unique(table[:, 1])
+    seeds = np.unique(table[:, 0])
+    values = np.full((len(steps), len(seeds)), np.nan)
+    values[np.searchsorted(steps, table[:, 1]), table[:, 0].astype(int)] = table[:, 2]
+    for seed in values.T:  # training returns: no episode may have ended in an interval
+        known = np.isfinite(seed)
+        seed[:] = np.interp(steps, steps[known], seed[known], left=np.nan)
+    complete = np.isfinite(values).all(axis=1)
+    return Curve(dict(comments), steps[complete], values[complete])
+
+
+def final_returns(curve: Curve) -> np.ndarray:
+    """[S] of each seed in the last 5 % of the steps."""
+    return curve.values[curve.steps > 0.95 * curve.steps[-1]].mean(axis=0)
+
+
+def steps_to(curve: Curve, threshold: float) -> np.ndarray:
+    """[S] environment steps of each seed to its first point at or above the threshold, or inf."""
+    reached = curve.values >= threshold
+    return np.where(reached.any(axis=0), curve.steps[reached.argmax(axis=0)], np.inf)
+
+
+def median_interval(values: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
+    """Median and its 95 % percentile bootstrap interval; infinities are allowed."""
+    draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
+    medians = np.sort(np.quantile(values[draws], 0.5, axis=1, method="higher"))
+    low, high = (medians[int(q * (resamples - 1))] for q in (0.025, 0.975))
+    return np.quantile(values, 0.5, method="higher"), low, high
+
+
+def short(x: float, unit: str = "") -> str:
+    if not np.isfinite(x):
+        return "never"
+    for size, suffix in ((1e6, "M"), (1e3, "k")):
+        if not unit and x >= size:
+            return f"{x / size:.3g}{suffix}"
+    return f"{x:.3g}{unit}"
+
+
+def interval(values: np.ndarray, unit: str = "") -> str:
+    middle, low, high = (short(x, unit) for x in median_interval(values))
+    return middle if low == middle == high else f"{middle} [{low}, {high}]"
+
+
+def table_row(row: Row, curve: Curve, rate: float | None) -> str:
+    final = final_returns(curve)
+    low, high = bootstrap(final[None])[:, 0]
+    steps = steps_to(curve, row.task.threshold)
+    cells = [
+        row.task.title,
+        f"[{row.system}](../benchmarks/results/{row.name}.csv)",
+        f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
+        f"{final.mean():.4g} ± {final.std():.3g}",
+        str(len(final)),
+        f"≥ {row.task.threshold:g}: {interval(steps)}",
+        interval(steps / rate, " s") if rate else "",
+        short(rate) if rate else "",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
+@matplotlib.rc_context(STYLE)
+def draw(section: list[tuple[Task, dict]], rates: dict, path: Path):
+    """A panel per environment against steps, and below it, where measured, against seconds."""
+    figure = matplotlib.figure.Figure(figsize=(4.2 * len(section), 6.0))
+    panels = figure.subplots(2, len(section), squeeze=False, sharey="col")
+    for (task, curves), column in zip(section, panels.T, strict=True):
+        for number, (row, curve) in enumerate(curves.items()):
+            color = COLORS[number % len(COLORS)]
+            band = bootstrap(curve.values)
+            style = {"color": color, "linestyle": "--" if row.kind in PEERS else "-"}
+            for axes, scale in zip(column, (1.0, rates.get(row.name)), strict=True):
+                if scale:
+                    x = curve.steps / scale
+                    axes.plot(x, iqm(curve.values), label=row.system, **style)
+                    axes.fill_between(x, *band, color=color, **BAND)
+        column[0].set(title=task.title, xlabel="environment steps", xlim=(0, None))
+        column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
+        column[0].legend(fontsize=8)
+        column[1].set(xlabel="training seconds of one seed", xlim=(0, None))
+        for axes in column:
+            axes.axhline(task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
+    for axes in panels[:, 0]:
+        axes.set_ylabel("return")
+    figure.savefig(path)
+
+
+INTRODUCTION = """# Results
+
+Written by `python benchmarks/learning.py --report` from the CSVs in
+[benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
+curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been measured.
+
+- **return**: interquartile mean over seeds and its 95 % bootstrap interval, then mean ± standard
+  deviation, in the last 5 % of the steps. Our scripts: evaluations on full fresh episodes. Peers:
+  training returns, since they do not evaluate.
+- **steps, seconds to** a threshold: median over seeds and its 95 % bootstrap interval. Seconds are
+  steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
+  evaluation and compilation, the systems of an environment in turns on an idle machine.
+- Our scripts run with their defaults, except for the options in the command. Peers run with their
+  published settings for the environment, else with those of their default environment; a learning
+  rate that was changed is in the name.
+
+Peers: {peers}.
+Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
+"""
+HEADER = """
+| environment | system | return (IQM) | mean ± std | seeds | steps to | seconds to | steps/s |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def file_name(section: str) -> str:
+    return re.sub(r"\W+", "_", section.lower())
+
+
+def read_results() -> tuple[dict[str, dict[Row, Curve]], dict[str, float]]:
+    """{section: {row: curve}} of the CSVs that exist, and steps/s by name."""
+    curves = {}
+    for section, tasks in SECTIONS.items():
+        rows = [Row(task, system) for task in tasks for system in task.systems]
+        paths = {row: RESULTS / f"{row.name}.csv" for row in rows}
+        curves[section] = {row: read_curve(x) for row, x in paths.items() if x.exists()}
+    path = RESULTS / "clock.csv"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return curves, {x["name"]: float(x["steps_per_second"]) for x in csv.DictReader(lines)}
+
+
+def report() -> str:
+    """The text of docs/results.md."""
+    results, rates = read_results()
+    text = INTRODUCTION.format(peers="; ".join(PEERS.values()))
+    for section, curves in results.items():
+        if not curves:
+            continue
+        text += f"\n## {section}\n{HEADER}"
+        text += "\n".join(table_row(row, x, rates.get(row.name)) for row, x in curves.items())
+        text += f"\n\n![Learning curves: {section}](results/{file_name(section)}.png)\n\n"
+        text += "Commands:\n\n```bash\n"
+        ours = [curve.about["command"] for row, curve in curves.items() if row.kind not in PEERS]
+        text += "\n".join(ours) + "\n```\n"
+    return text
+
+
+def draw_all():
+    (ROOT / "docs" / "results").mkdir(exist_ok=True)
+    results, rates = read_results()
+    for section, curves in results.items():
+        tasks = {row.task.title: row.task for row in curves}
+        panels = [
+            (task, {row: curve for row, curve in curves.items() if row.task.title == title})
+            for title, task in tasks.items()
+        ]
+        if panels:
+            draw(panels, rates, ROOT / "docs" / "results" / f"{file_name(section)}.png")
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", help="rows whose name matches this expression")
+    parser.add_argument("--clock", action="store_true", help="measure steps/s")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each system's clock")
+    parser.add_argument("--report", action="store_true", help="write docs/results.md")
+    parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=DIR", help="see peers.md")
+    parser.add_argument("--learn", type=json.loads, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.learn:
+        return learn(*args.learn)
+    peers = {name: Path(path).resolve() for name, path in (x.split("=") for x in args.peers)}
+    if args.report:
+        (ROOT / "docs" / "results.md").write_text(report())
+        draw_all()
+    elif args.clock:
+        clock(all_rows(args.only), peers, args.rounds)
+    else:
+        measure(all_rows(args.only), peers)
+
+
+if __name__ == "__main__":
+    main()
