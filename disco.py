@@ -165,10 +165,7 @@ def make_env(config: Config) -> tuple:
     if num_actions is None:
         raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
 
-    def encode(obs):
-        if not space.shape:
-            return jax.nn.one_hot(obs, space.n)
-        return obs.astype(bool) if config.env_id.endswith("MinAtar") else obs  # saves memory
+    encode = lambda obs: obs if space.shape else jax.nn.one_hot(obs, space.n)
 
     def reset(key):
         obs, env_state = env.reset(key, params)

@@ -130,10 +130,7 @@ def make_env(config: Config) -> tuple:
     if num_actions is None:
         raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
 
-    def encode(obs):
-        if not space.shape:
-            return jax.nn.one_hot(obs, space.n)
-        return obs.astype(bool) if config.env_id.endswith("MinAtar") else obs  # saves memory
+    encode = lambda obs: obs if space.shape else jax.nn.one_hot(obs, space.n)
 
     def reset(key):
         obs, env_state = env.reset(key, params)
@@ -154,7 +151,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic without shared layers."""
+    """Actor and critic, which share a CNN but no MLP."""
 
     num_actions: int
     hidden_size: int
@@ -163,20 +160,22 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array):
         """One observation [...] -> policy, value []."""
-        logits = dense(self.num_actions, 0.01)(self.torso(obs))
-        value = dense(1, 1.0)(self.torso(obs)).squeeze(-1)
+        actor = self.torso(obs)
+        critic = actor if self.is_cnn else self.torso(obs)
+        logits = dense(self.num_actions, 0.01)(actor)
+        value = dense(1, 1.0)(critic).squeeze(-1)
         return distrax.Categorical(logits), value
 
     def torso(self, obs: jax.Array) -> jax.Array:
         """[...] -> [hidden_size]."""
         x = obs.astype(jnp.float32)
         if self.is_cnn:
-            # im2col: the same as nn.Conv, but 28 times as fast on CPU.
+            # im2col: nn.Conv(32, (4, 4), 2, "VALID"), but 28 times as fast on CPU.
             h, w, _ = x.shape
-            patches = [x[i : h - 2 + i, j : w - 2 + j] for i in range(3) for j in range(3)]
-            x = dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1))  # [h - 2, w - 2, 16]
-            x = nn.relu(nn.LayerNorm()(x)).ravel()
-            return nn.relu(nn.LayerNorm()(dense(self.hidden_size, 2**0.5)(x)))
+            patches = [x[i : h - 3 + i : 2, j : w - 3 + j : 2] for i in range(4) for j in range(4)]
+            x = nn.relu(dense(32, 2**0.5)(jnp.concatenate(patches, axis=-1))).ravel()
+            x = dense(self.hidden_size, 2**0.5)(x)
+            return nn.relu(nn.LayerNorm(use_bias=False, use_scale=False)(x))
         x = nn.tanh(dense(self.hidden_size, 2**0.5)(x.ravel()))
         return nn.tanh(dense(self.hidden_size, 2**0.5)(x))
 

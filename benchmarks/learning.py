@@ -49,19 +49,22 @@ class Task(NamedTuple):
     systems: dict[str, str]  # script or peer, and a label after a space: its options
 
 
-CONTROL = "--num-evals 20"
-MINATAR = "--num-envs 64 --total-timesteps 1e6 --num-evals 20"
-BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 20 --eval-episodes 32"
+MINATAR = "--num-envs 64 --total-timesteps 1e6 --num-evals 20 --eval-episodes 32"
+BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
-DOUBLE_PENDULUM = "brax/inverted_double_pendulum"
-EMPTY, DOORKEY = "MiniGrid-Empty-6x6", "MiniGrid-DoorKey-5x5"
 
 
-def discrete(env_id: str, threshold: float) -> Task:
-    ours, peer = f"--env-id {env_id} {CONTROL}", f"ENV_NAME={env_id}"
-    tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in ("1e-3", "5e-3")}
+def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
+    ours, peer = f"--env-id {env_id} --num-evals 20", f"ENV_NAME={env_id}"
+    tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     return Task(env_id, threshold, 10, systems)
+
+
+def continuous(env_id: str, threshold: float) -> Task:
+    ours = f"--env-id {env_id} --num-evals 20"
+    tanh = {"ppo_continuous tanh": f"{ours} --policy tanh_gaussian"}
+    return Task(env_id, threshold, 10, {"ppo_continuous": ours, **tanh, "ppo_obs_norm": ours})
 
 
 def minatar(game: str, threshold: float) -> Task:
@@ -70,35 +73,25 @@ def minatar(game: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
 
 
+def brax(name: str, threshold: float) -> Task:
+    options = f"--env-id brax/{name} {BRAX}"
+    return Task(f"brax/{name}", threshold, 3, dict.fromkeys(NORMALIZED, options))
+
+
+NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
+RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
+SPREAD = "--env-id MPE_simple_spread_v3"
+DOORKEY = "--env-id MiniGrid-DoorKey-5x5"
 SECTIONS = {
-    "Classic control, discrete actions": [
+    "Classic control": [
         discrete("CartPole-v1", 475),
-        discrete("Acrobot-v1", -100),
-        discrete("MountainCar-v0", -130),
+        discrete("Acrobot-v1", -100, "1e-3", "5e-3"),
+        discrete("MountainCar-v0", -130, "1e-3", "5e-3"),
     ],
     "Continuous actions": [
-        Task(
-            env_id,
-            threshold,
-            10,
-            {
-                "ppo_continuous": f"--env-id {env_id} {CONTROL}",
-                "ppo_continuous tanh": f"--env-id {env_id} {CONTROL} --policy tanh_gaussian",
-                "ppo_obs_norm": f"--env-id {env_id} {CONTROL}",
-            },
-        )
-        for env_id, threshold in (("Pendulum-v1", -200), ("MountainCarContinuous-v0", 90))
-    ]
-    + [
-        Task(
-            DOUBLE_PENDULUM,
-            5000,
-            5,
-            {
-                script: f"--env-id {DOUBLE_PENDULUM} {BRAX}"
-                for script in ("ppo_continuous", "ppo_obs_norm")
-            },
-        ),
+        continuous("Pendulum-v1", -200),
+        continuous("MountainCarContinuous-v0", 90),
+        brax("inverted_double_pendulum", 5000),
     ],
     "MinAtar": [
         minatar("Breakout", 20),
@@ -107,18 +100,23 @@ SECTIONS = {
         minatar("Freeway", 28),
     ],
     "MiniGrid": [
-        Task(EMPTY, 0.94, 5, {"ppo_rnn": f"--env-id {EMPTY} --num-envs 8192"}),
-        Task(DOORKEY, 0.94, 5, {"ppo_rnn": f"--env-id {DOORKEY}"}),
+        Task(
+            "MiniGrid-Empty-6x6",
+            0.94,
+            5,
+            {"ppo_rnn": "--env-id MiniGrid-Empty-6x6 --num-envs 8192"},
+        ),
+        Task("MiniGrid-DoorKey-5x5", 0.94, 6, {"ppo_rnn": DOORKEY}),
     ],
     "Several agents": [
-        Task("rings", 2.8, 10, {"ippo": "--env-id rings --total-timesteps 2e5 --num-evals 20"}),
+        Task("rings", 2.8, 5, {"ippo": RINGS}),
         Task(
             "MPE_simple_spread_v3",
             -60,
             5,
             {
-                "ippo": "--env-id MPE_simple_spread_v3",
-                "ippo 4 epochs": "--env-id MPE_simple_spread_v3 --actor-epochs 4 --critic-epochs 4",
+                "ippo": SPREAD,
+                "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
                 "jaxmarl": "TOTAL_TIMESTEPS=1e6",
                 "jaxmarl LR=3e-3": "TOTAL_TIMESTEPS=1e6 LR=3e-3",
                 "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
@@ -131,9 +129,10 @@ SECTIONS = {
             0.9,
             5,
             {
-                "disco": "--num-evals 20",
-                "disco policy_gradient": "--rule policy_gradient --num-evals 20",
-                "disco actor_critic": "--rule actor_critic --num-evals 20",
+                "disco": "",
+                "disco random": "--weights random",
+                "disco policy_gradient": "--rule policy_gradient --total-timesteps 3e4",
+                "disco actor_critic": "--rule actor_critic --total-timesteps 3e4",
             },
         ),
     ],
@@ -214,9 +213,10 @@ def versions() -> str:
     return ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "optax", "gymnax"))
 
 
-def commit() -> str:
+def commit(row: Row) -> str:
     git = ["git", "-C", str(ROOT)]
-    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", "*.py"]).returncode
+    script = "benchmarks/peers.py" if row.kind in PEERS else f"{row.kind}.py"
+    changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", script]).returncode
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return head.stdout.strip() + " with changes" * changed
 
@@ -229,7 +229,11 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         if path.exists() or (row.kind in PEERS and row.kind not in peers):
             continue
         print(row.command, flush=True)
-        about = [f"# command: {row.command}", f"# commit: {commit()}", f"# versions: {versions()}"]
+        about = [
+            f"# command: {row.command}",
+            f"# commit: {commit(row)}",
+            f"# versions: {versions()}",
+        ]
         if row.kind in PEERS:
             about += [f"# peer: {PEERS[row.kind]}", "# returns: of training, means of intervals"]
             curve = run_peer(row, peers[row.kind])
@@ -250,31 +254,31 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
     rows = [row for row in rows if row.kind not in PEERS or row.kind in peers]
     for task in dict.fromkeys(row.task.title for row in rows):
         turns = [row for row in rows if row.task.title == task]
-        results = {row: [] for row in turns}
+        results = {row.name: [] for row in turns}
         for _ in range(rounds):
             for row in turns:
                 arguments = ("clock_ours", row.kind, row.words)
                 if row.kind in PEERS:
                     arguments = (f"{row.kind}_clock", str(peers[row.kind]), row.words)
-                results[row].append(speed.in_a_process(*arguments))
-        for row, measured in results.items():
+                results[row.name].append(speed.in_a_process(*arguments))
+        for name, measured in results.items():
             merged = speed.merge(measured)
-            print(row.name, merged, flush=True)
+            print(name, merged, flush=True)
             if merged["error"]:
                 continue
-            table[row.name] = {
-                "name": row.name,
+            table[name] = {
+                "name": name,
                 "steps_per_second": f"{merged['median']:.0f}",
                 "min": f"{merged['min']:.0f}",
                 "max": f"{merged['max']:.0f}",
                 "compile_seconds": f"{merged['compile']:.1f}",
-                "commit": commit(),
+                "commit": commit(next(row for row in turns if row.name == name)),
                 "date": datetime.date.today().isoformat(),
             }
             with open(path, "w", newline="") as file:
-                writer = csv.DictWriter(file, table[row.name])
+                writer = csv.DictWriter(file, table[name])
                 writer.writeheader()
-                writer.writerows(table[name] for name in sorted(table))
+                writer.writerows(table[key] for key in sorted(table))
 
 
 # --------------------------------------------- report
@@ -352,12 +356,12 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def draw(section: list[tuple[Task, dict]], rates: dict, path: Path):
+def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     """A panel per environment against steps, and below it, where measured, against seconds."""
-    figure = matplotlib.figure.Figure(figsize=(4.2 * len(section), 6.0))
-    panels = figure.subplots(2, len(section), squeeze=False, sharey="col")
-    for (task, curves), column in zip(section, panels.T, strict=True):
-        for number, (row, curve) in enumerate(curves.items()):
+    figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels), 6.0))
+    grid = figure.subplots(2, len(panels), squeeze=False, sharey="col")
+    for (title, curves), column in zip(panels.items(), grid.T, strict=True):
+        for number, (row, curve) in enumerate(curves):
             color = COLORS[number % len(COLORS)]
             band = bootstrap(curve.values)
             style = {"color": color, "linestyle": "--" if row.kind in PEERS else "-"}
@@ -366,13 +370,13 @@ def draw(section: list[tuple[Task, dict]], rates: dict, path: Path):
                     x = curve.steps / scale
                     axes.plot(x, iqm(curve.values), label=row.system, **style)
                     axes.fill_between(x, *band, color=color, **BAND)
-        column[0].set(title=task.title, xlabel="environment steps", xlim=(0, None))
+        column[0].set(title=title, xlabel="environment steps", xlim=(0, None))
         column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
         column[0].legend(fontsize=8)
         column[1].set(xlabel="training seconds of one seed", xlim=(0, None))
         for axes in column:
-            axes.axhline(task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
-    for axes in panels[:, 0]:
+            axes.axhline(row.task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
+    for axes in grid[:, 0]:
         axes.set_ylabel("return")
     figure.savefig(path)
 
@@ -406,13 +410,14 @@ def file_name(section: str) -> str:
     return re.sub(r"\W+", "_", section.lower())
 
 
-def read_results() -> tuple[dict[str, dict[Row, Curve]], dict[str, float]]:
-    """{section: {row: curve}} of the CSVs that exist, and steps/s by name."""
+def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, float]]:
+    """{section: rows and curves} of the CSVs that exist, and steps/s by name."""
     curves = {}
     for section, tasks in SECTIONS.items():
         rows = [Row(task, system) for task in tasks for system in task.systems]
-        paths = {row: RESULTS / f"{row.name}.csv" for row in rows}
-        curves[section] = {row: read_curve(x) for row, x in paths.items() if x.exists()}
+        paths = [RESULTS / f"{row.name}.csv" for row in rows]
+        found = [(row, path) for row, path in zip(rows, paths, strict=True) if path.exists()]
+        curves[section] = [(row, read_curve(path)) for row, path in found]
     path = RESULTS / "clock.csv"
     lines = path.read_text().splitlines() if path.exists() else []
     return curves, {x["name"]: float(x["steps_per_second"]) for x in csv.DictReader(lines)}
@@ -426,10 +431,10 @@ def report() -> str:
         if not curves:
             continue
         text += f"\n## {section}\n{HEADER}"
-        text += "\n".join(table_row(row, x, rates.get(row.name)) for row, x in curves.items())
+        text += "\n".join(table_row(row, x, rates.get(row.name)) for row, x in curves)
         text += f"\n\n![Learning curves: {section}](results/{file_name(section)}.png)\n\n"
         text += "Commands:\n\n```bash\n"
-        ours = [curve.about["command"] for row, curve in curves.items() if row.kind not in PEERS]
+        ours = [curve.about["command"] for row, curve in curves if row.kind not in PEERS]
         text += "\n".join(ours) + "\n```\n"
     return text
 
@@ -438,11 +443,9 @@ def draw_all():
     (ROOT / "docs" / "results").mkdir(exist_ok=True)
     results, rates = read_results()
     for section, curves in results.items():
-        tasks = {row.task.title: row.task for row in curves}
-        panels = [
-            (task, {row: curve for row, curve in curves.items() if row.task.title == title})
-            for title, task in tasks.items()
-        ]
+        panels = {}
+        for row, curve in curves:
+            panels.setdefault(row.task.title, []).append((row, curve))
         if panels:
             draw(panels, rates, ROOT / "docs" / "results" / f"{file_name(section)}.png")
 

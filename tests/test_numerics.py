@@ -278,18 +278,15 @@ def test_convolutional_network_is_that_of_flax():
     params = perturb(params)
 
     def by_conv(params, image):
-        outputs = []
-        for head, i in ((0, 0), (3, 2)):
-            layer = lambda name: {"params": params[name]}
-            first = params[f"Dense_{head + 1}"]
-            kernel = first["kernel"].reshape(3, 3, 4, 16)
-            conv = nn.Conv(16, (3, 3), padding="VALID")
-            x = conv.apply({"params": {"kernel": kernel, "bias": first["bias"]}}, image[None])[0]
-            x = nn.relu(nn.LayerNorm().apply(layer(f"LayerNorm_{i}"), x)).reshape(-1)
-            x = nn.Dense(8).apply(layer(f"Dense_{head + 2}"), x)
-            x = nn.relu(nn.LayerNorm().apply(layer(f"LayerNorm_{i + 1}"), x))
-            outputs.append(nn.Dense(3 if head == 0 else 1).apply(layer(f"Dense_{head}"), x))
-        return jax.nn.log_softmax(outputs[0]), outputs[1][0]
+        kernel = params["Dense_0"]["kernel"].reshape(4, 4, 4, 32)
+        conv = nn.Conv(32, (4, 4), 2, "VALID")
+        weights = {"kernel": kernel, "bias": params["Dense_0"]["bias"]}
+        x = nn.relu(conv.apply({"params": weights}, image[None])[0]).reshape(-1)
+        x = nn.Dense(8).apply({"params": params["Dense_1"]}, x)
+        x = nn.relu((x - x.mean()) / jnp.sqrt(x.var() + 1e-6))
+        logits = nn.Dense(3).apply({"params": params["Dense_2"]}, x)
+        value = nn.Dense(1).apply({"params": params["Dense_3"]}, x)
+        return jax.nn.log_softmax(logits), value[0]
 
     def by_script(params, image):
         policy, value = network.apply({"params": params}, image)

@@ -1,0 +1,77 @@
+"""docs/results.md is what the CSVs in benchmarks/results say, and its statistics are right."""
+
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from scipy import stats
+
+sys.path.append(str(ROOT / "benchmarks"))
+import learning
+
+ROWS = [row for row in learning.all_rows("") if (learning.RESULTS / f"{row.name}.csv").exists()]
+CSV = """# command: python ppo_ff.py
+# commit: 0123456
+# returns: evaluations on full fresh episodes
+seed,env_steps,return
+0,100,1
+1,100,2
+0,200,5
+1,200,4
+2,100,0
+2,200,3
+"""
+
+
+def test_the_report_is_that_of_the_files():
+    assert (ROOT / "docs" / "results.md").read_text() == learning.report()
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_every_curve_names_its_command_and_commit(row):
+    curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
+    assert {"command", "commit", "versions", "returns"} <= set(curve.about)
+    assert "with changes" not in curve.about["commit"]
+    assert curve.values.shape == (len(curve.steps), curve.values.shape[1])
+    assert np.isfinite(curve.values).all() and (np.diff(curve.steps) > 0).all()
+
+
+def test_no_file_is_without_its_row():
+    names = {f"{row.name}.csv" for row in ROWS}
+    assert {path.name for path in learning.RESULTS.glob("*.csv")} - {"clock.csv"} == names
+
+
+def test_a_curve_is_read_by_seed(tmp_path):
+    (tmp_path / "x.csv").write_text(CSV)
+    curve = learning.read_curve(tmp_path / "x.csv")
+    assert curve.about["command"] == "python ppo_ff.py"
+    np.testing.assert_array_equal(curve.steps, [100, 200])
+    np.testing.assert_array_equal(curve.values, [[1, 2, 0], [5, 4, 3]])
+    np.testing.assert_array_equal(learning.final_returns(curve), [5, 4, 3])
+    np.testing.assert_array_equal(learning.steps_to(curve, 2), [200, 100, 200])
+    np.testing.assert_array_equal(learning.steps_to(curve, 4), [200, 200, np.inf])
+
+
+def test_a_missing_training_return_is_interpolated(tmp_path):
+    lines = ["# peer: x", "seed,env_steps,return", "0,1,0", "1,1,1", "1,2,3", "0,3,4", "1,3,5"]
+    (tmp_path / "x.csv").write_text("\n".join(lines))
+    curve = learning.read_curve(tmp_path / "x.csv")
+    np.testing.assert_array_equal(curve.values, [[0, 1], [2, 3], [4, 5]])
+
+
+def test_the_interval_of_the_median_is_that_of_scipy():
+    values = np.random.default_rng(1).normal(size=9)
+    median, low, high = learning.median_interval(values)
+    result = stats.bootstrap((values,), np.median, method="percentile", n_resamples=20_000)
+    assert median == np.median(values)
+    reference = result.confidence_interval
+    np.testing.assert_allclose([low, high], [reference.low, reference.high], atol=0.15)
+    assert learning.median_interval(np.array([1.0, np.inf, np.inf]))[0] == np.inf
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(np.inf, "never"), (500.0, "500"), (20_480.0, "20.5k"), (1e6, "1M")]
+)
+def test_numbers_are_short(value, text):
+    assert learning.short(value) == text
