@@ -160,12 +160,11 @@ def make_env(config: Config) -> tuple:
         params = params.replace(**json.loads(config.env_params or "{}"))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
-    space = env.observation_space(params)
-    num_actions = getattr(env.action_space(params), "n", None)
-    if num_actions is None:
+    space = env.action_space(params)
+    if not hasattr(space, "n"):
         raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
-
-    encode = lambda obs: obs if space.shape else jax.nn.one_hot(obs, space.n)
+    obs_space = env.observation_space(params)
+    encode = lambda obs: obs if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
 
     def reset(key):
         obs, env_state = env.reset(key, params)
@@ -177,7 +176,7 @@ def make_env(config: Config) -> tuple:
         next_obs = encode(info["final_observation"])
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
-    return reset, step, num_actions
+    return reset, step, space.n
 
 
 # ---------------------------------------- network
@@ -802,7 +801,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start)(jax.random.split(runner_key, num_envs))
-        # Environments differ between devices, but the network must not.
+        # Environments differ between devices; the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
         _, rollout = jax.eval_shape(act, params, runner)  # [N, L]
         empty = lambda x: jnp.zeros((replay_size, *x.shape[1:]), x.dtype)

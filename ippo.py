@@ -403,7 +403,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: random high bits, sorted with the index, beat argsort by 20%."""
+    """A random permutation: random high bits sorted with the index beat argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -568,7 +568,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # Environments differ between devices, but the network must not.
+        # Environments differ between devices; the network must not.
         keys = jax.random.split(jax.lax.all_gather(params_key, "devices")[0], len(names))
         obs = jax.tree.map(lambda x: x[0, 0], runner.obs)
         params = jax.lax.map(lambda key: network.init(key, obs), keys)

@@ -74,7 +74,7 @@ class Config:
     clip_eps: float = 0.2  # clipping range of the probability ratio
     clip_value: bool = False  # clip the value too, by the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
-    vf_coef: float = 0.5  # value loss coefficient
+    vf_coef: float = 0.1  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
@@ -129,8 +129,8 @@ def make_env(config: Config) -> tuple:
     num_actions = getattr(env.action_space(params), "n", None)
     if num_actions is None:
         raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
-
-    encode = lambda obs: obs if space.shape else jax.nn.one_hot(obs, space.n)
+    dtype = bool if "MinAtar" in config.env_id else float  # 25% faster
+    encode = lambda obs: (obs if space.shape else jnp.eye(space.n)[obs]).astype(dtype)
 
     def reset(key):
         obs, env_state = env.reset(key, params)
@@ -151,7 +151,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic, which share a CNN but no MLP."""
+    """Actor and critic, sharing only a CNN."""
 
     num_actions: int
     hidden_size: int
@@ -168,15 +168,14 @@ class ActorCritic(nn.Module):
 
     def torso(self, obs: jax.Array) -> jax.Array:
         """[...] -> [hidden_size]."""
-        x = obs.astype(jnp.float32)
         if self.is_cnn:
-            # im2col: nn.Conv(32, (4, 4), 2, "VALID"), but 28 times as fast on CPU.
-            h, w, _ = x.shape
-            patches = [x[i : h - 3 + i : 2, j : w - 3 + j : 2] for i in range(4) for j in range(4)]
-            x = nn.relu(dense(32, 2**0.5)(jnp.concatenate(patches, axis=-1))).ravel()
-            x = dense(self.hidden_size, 2**0.5)(x)
+            # im2col: nn.Conv, 6 times as fast on CPU.
+            h, w, _ = obs.shape
+            patches = [obs[i : h - 2 + i, j : w - 2 + j] for i in range(3) for j in range(3)]
+            x = nn.relu(dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1)))  # [h - 2, w - 2, 16]
+            x = dense(self.hidden_size, 2**0.5)(x.ravel())
             return nn.relu(nn.LayerNorm(use_bias=False, use_scale=False)(x))
-        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x.ravel()))
+        x = nn.tanh(dense(self.hidden_size, 2**0.5)(obs.ravel()))
         return nn.tanh(dense(self.hidden_size, 2**0.5)(x))
 
 
@@ -277,7 +276,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: random high bits, sorted with the index, beat argsort by 20%."""
+    """A random permutation: random high bits sorted with the index beat argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -412,7 +411,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # Environments differ between devices, but the network must not.
+        # Environments differ between devices; the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
         return TrainState(key, params, optimizer(0).init(params), runner, best=params)
 

@@ -5,9 +5,9 @@ estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of 
 one XLA program. Deliberate deviations from the papers or most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
-- advantages are normalized per minibatch, across all devices;
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
-- observation statistics are fixed during a rollout and its update, so the first ratios are 1.
+- observation statistics are fixed during a rollout and its update, so the first ratios are 1;
+- advantages are normalized per minibatch, across all devices.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
@@ -274,8 +274,7 @@ class ActorCritic(nn.Module):
 
     def torso(self, obs: jax.Array) -> jax.Array:
         """[...] -> [hidden_size]."""
-        x = obs.astype(jnp.float32)
-        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x.ravel()))
+        x = nn.tanh(dense(self.hidden_size, 2**0.5)(obs.ravel()))
         return nn.tanh(dense(self.hidden_size, 2**0.5)(x))
 
 
@@ -388,7 +387,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: random high bits, sorted with the index, beat argsort by 20%."""
+    """A random permutation: random high bits sorted with the index beat argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -529,7 +528,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # Environments differ between devices, but the network must not.
+        # Environments differ between devices; the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
         return TrainState(key, params, optimizer(0).init(params), runner, best=params)
 

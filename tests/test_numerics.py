@@ -278,8 +278,8 @@ def test_convolutional_network_is_that_of_flax():
     params = perturb(params)
 
     def by_conv(params, image):
-        kernel = params["Dense_0"]["kernel"].reshape(4, 4, 4, 32)
-        conv = nn.Conv(32, (4, 4), 2, "VALID")
+        kernel = params["Dense_0"]["kernel"].reshape(3, 3, 4, 16)
+        conv = nn.Conv(16, (3, 3), padding="VALID")
         weights = {"kernel": kernel, "bias": params["Dense_0"]["bias"]}
         x = nn.relu(conv.apply({"params": weights}, image[None])[0]).reshape(-1)
         x = nn.Dense(8).apply({"params": params["Dense_1"]}, x)
