@@ -49,7 +49,7 @@ class Task(NamedTuple):
     systems: dict[str, str]  # script or peer, and a label after a space: its options
 
 
-MINATAR = "--num-envs 64 --total-timesteps 1e6 --num-evals 20 --eval-episodes 32"
+MINATAR = "--num-envs 64 --total-timesteps 1e6 --eval-episodes 32"
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 
