@@ -4,7 +4,7 @@
     python benchmarks/learning.py --only MinAtar             # rows whose name matches
     python benchmarks/learning.py --clock                    # steps/s of every row, in turns
     python benchmarks/learning.py --report                   # docs/results.md and its pictures
-    python benchmarks/learning.py --peers purejaxrl=DIR jaxmarl=DIR    # see peers.md
+    python benchmarks/learning.py --peers purejaxrl=DIR         # see peers.md
 
 A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
 names its command, commit and versions. Finished rows are skipped, and interrupted runs continue.
@@ -70,7 +70,7 @@ def continuous(env_id: str, threshold: float) -> Task:
 def minatar(game: str, threshold: float) -> Task:
     env_id = f"{game}-MinAtar"
     ours, peer = f"--env-id {env_id} {MINATAR}", f"ENV_NAME={env_id} {PURE_MINATAR}"
-    return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
+    return Task(env_id, threshold, 3, {"ppo_ff": ours, "purejaxrl": peer})
 
 
 def brax(name: str, threshold: float) -> Task:
@@ -117,9 +117,6 @@ SECTIONS = {
             {
                 "ippo": SPREAD,
                 "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
-                "jaxmarl": "TOTAL_TIMESTEPS=1e6",
-                "jaxmarl LR=3e-3": "TOTAL_TIMESTEPS=1e6 LR=3e-3",
-                "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
             },
         ),
     ],
@@ -137,10 +134,7 @@ SECTIONS = {
         ),
     ],
 }
-PEERS = {
-    "purejaxrl": "PureJaxRL 31756b1, `ppo.py`",
-    "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py`",
-}
+PEERS = {"purejaxrl": "PureJaxRL 31756b1, `ppo.py`"}
 
 
 class Row(NamedTuple):
