@@ -352,14 +352,15 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
 @matplotlib.rc_context(STYLE)
 def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     """A panel per environment against steps, and below it, where measured, against seconds."""
-    figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels), 6.0))
-    grid = figure.subplots(2, len(panels), squeeze=False, sharey="col")
+    timed = any(row.name in rates for curves in panels.values() for row, _ in curves)
+    figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels), 6.0 if timed else 3.2))
+    grid = figure.subplots(1 + timed, len(panels), squeeze=False, sharey="col")
     for (title, curves), column in zip(panels.items(), grid.T, strict=True):
         for number, (row, curve) in enumerate(curves):
             color = COLORS[number % len(COLORS)]
             band = bootstrap(curve.values)
             style = {"color": color, "linestyle": "--" if row.kind in PEERS else "-"}
-            for axes, scale in zip(column, (1.0, rates.get(row.name)), strict=True):
+            for axes, scale in zip(column, (1.0, rates.get(row.name)), strict=False):
                 if scale:
                     x = curve.steps / scale
                     axes.plot(x, iqm(curve.values), label=row.system, **style)
@@ -367,7 +368,9 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
         column[0].set(title=title, xlabel="environment steps", xlim=(0, None))
         column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
         column[0].legend(fontsize=8)
-        column[1].set(xlabel="training seconds of one seed", xlim=(0, None))
+        column[-1].set(xlim=(0, None))
+        if timed:
+            column[1].set(xlabel="training seconds of one seed")
         for axes in column:
             axes.axhline(row.task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
     for axes in grid[:, 0]:
