@@ -225,8 +225,8 @@ def test_training_one_agent_is_ppo_ff(use, monkeypatch, no_evaluation):
     config = ippo.Config(**same, **each, share_parameters=False)
     plain = ppo_ff.Config(**same, lr=0.01, vf_coef=1.0, network="mlp", update_epochs=4)
     state, program = start(ippo, config)
-    # In the names of ppo_ff's one network, where the heads are made first.
-    names = {"actor": (1, 2, 0), "critic": (4, 5, 3)}
+    # In the names of ppo_ff's one network, where the heads are made last.
+    names = {"actor": (0, 1, 4), "critic": (2, 3, 5)}
 
     def merge(params):
         layers = {

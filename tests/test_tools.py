@@ -241,9 +241,9 @@ def test_the_actions_are_those_of_the_stored_network(runs):
     run = runs("ppo_ff")
 
     def forward(layers, obs):
-        for name in ("Dense_1", "Dense_2"):
+        for name in ("Dense_0", "Dense_1"):
             obs = np.tanh(obs @ layers[name]["kernel"] + layers[name]["bias"])
-        return obs @ layers["Dense_0"]["kernel"] + layers["Dense_0"]["bias"]
+        return obs @ layers["Dense_4"]["kernel"] + layers["Dense_4"]["bias"]
 
     seen = {}
     for (checkpoint, name), seed in itertools.product(
