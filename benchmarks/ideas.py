@@ -46,7 +46,7 @@ IDEAS = {  # name: script, configuration, replacements
         [
             (
                 "dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1))",
-                'nn.Conv(16, (3, 3), padding="VALID")(x)',
+                'nn.Conv(16, (3, 3), padding="VALID")(obs.astype(jnp.float32))',
             )
         ],
     ),
@@ -136,7 +136,7 @@ IDEAS = {  # name: script, configuration, replacements
     "float32 observations, not bool (Breakout)": (
         "ppo_ff",
         BREAKOUT,
-        [("obs.astype(bool) if", "obs.astype(float) if")],
+        [("dtype = bool if", "dtype = float if")],
     ),
     "four steps of the rollout unrolled (CartPole)": (
         "ppo_ff",
