@@ -160,11 +160,15 @@ def make_env(config: Config) -> tuple:
         params = params.replace(**json.loads(config.env_params or "{}"))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
-    space = env.action_space(params)
-    if not hasattr(space, "n"):
+    space = env.observation_space(params)
+    num_actions = getattr(env.action_space(params), "n", None)
+    if num_actions is None:
         raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
-    obs_space = env.observation_space(params)
-    encode = lambda obs: obs if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+
+    def encode(obs):
+        if not space.shape:
+            return jax.nn.one_hot(obs, space.n)
+        return obs.astype(bool) if config.env_id.endswith("MinAtar") else obs  # saves memory
 
     def reset(key):
         obs, env_state = env.reset(key, params)
@@ -176,7 +180,7 @@ def make_env(config: Config) -> tuple:
         next_obs = encode(info["final_observation"])
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
-    return reset, step, space.n
+    return reset, step, num_actions
 
 
 # ---------------------------------------- network

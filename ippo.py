@@ -335,7 +335,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     runner: RunnerState  # [N]
     best: Any  # parameters that scored best_return
-    agent_returns: jax.Array  # [K], sum to eval_return
+    agent_returns: jax.Array  # [K], summing to eval_return
     update: jax.Array = np.int32(0)
     initial_return: jax.Array = np.float32(np.nan)
     eval_return: jax.Array = np.float32(np.nan)
@@ -403,7 +403,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: random high bits sorted with the index beat argsort by 20%."""
+    """A random permutation. Sorting random bits above the index beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -593,7 +593,7 @@ def make_train(config: Config) -> tuple:
 
     def init(key):
         keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
-        # One seed at a time: XLA:CPU can deadlock in the batched QR of orthogonal kernels.
+        # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
         return jax.lax.map(init_seed, keys)
 
     train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)

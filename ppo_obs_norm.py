@@ -387,7 +387,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: random high bits sorted with the index beat argsort by 20%."""
+    """A random permutation. Sorting random bits above the index beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -542,7 +542,7 @@ def make_train(config: Config) -> tuple:
 
     def init(key):
         keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
-        # One seed at a time: XLA:CPU can deadlock in the batched QR of orthogonal kernels.
+        # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
         return jax.lax.map(init_seed, keys)
 
     train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)

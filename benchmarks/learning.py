@@ -371,6 +371,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
         column[-1].set(xlim=(0, None))
         if timed:
             column[1].set(xlabel="training seconds of one seed")
+            column[1].set_visible(any(row.name in rates for row, _ in curves))
         for axes in column:
             axes.axhline(row.task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
     for axes in grid[:, 0]:
