@@ -619,6 +619,16 @@ GYMNAX = {  # environment, time limit, and enough steps to reach both ends, wher
 GYMNAX = [(s, *rest) for s, envs in GYMNAX.items() if s in SCRIPTS for rest in envs]
 
 
+@pytest.mark.parametrize("script", ["ppo_ff", "disco"])
+def test_minatar_is_stored_as_bools(script):
+    """A quarter of the memory of a rollout or a replay, and faster."""
+    module = load_script(script)
+    reset, step, _ = module.make_env(module.Config(env_id="Breakout-MinAtar"))
+    obs, env_state = jax.eval_shape(reset, jax.random.key(0))
+    obs, *_, next_obs = jax.eval_shape(step, jax.random.key(0), env_state, 0)
+    assert obs.dtype == next_obs.dtype == bool
+
+
 @pytest.mark.parametrize(("script", "env_id", "limit", "num_steps"), GYMNAX)
 def test_gymnax_environment(script, env_id, limit, num_steps):
     module, num_envs = load_script(script), 8
