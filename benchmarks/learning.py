@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py                            # measure the rows that are missing
     python benchmarks/learning.py --only MinAtar             # rows whose name matches
+    python benchmarks/learning.py --ablations                # one detail changed at a time
     python benchmarks/learning.py --clock                    # steps/s of every row, in turns
     python benchmarks/learning.py --report                   # docs/results.md and its pictures
     python benchmarks/learning.py --peers purejaxrl=DIR         # see peers.md
@@ -37,6 +38,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 RUNS = ROOT / "runs" / "learning"
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import ablations  # noqa: E402
+
 from plot import BAND, COLORS, STYLE, bootstrap, iqm  # noqa: E402
 
 
@@ -47,6 +50,7 @@ class Task(NamedTuple):
     threshold: float  # a return; the time to reach it is reported
     seeds: int
     systems: dict[str, str]  # script or peer, and a label after a space: its options
+    patches: dict[str, list[tuple[str, str]]] = {}  # of systems: replacements in the script's text
 
 
 MINATAR = "--num-envs 64 --total-timesteps 1e6 --eval-episodes 32"
@@ -134,6 +138,28 @@ SECTIONS = {
         ),
     ],
 }
+
+
+def ablate(title: str, script: str, changes: dict) -> Task:
+    """The task of that title with five seeds, each system the script with one change."""
+    base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
+    options = base.systems[script]
+    systems, patches = {}, {}
+    for label, change in changes.items():
+        name = f"{script} {label}"
+        is_option = isinstance(change, str)
+        systems[name] = f"{options} {change}" if is_option else options
+        if not is_option:
+            patches[name] = change
+    return base._replace(seeds=5, systems=systems, patches=patches)
+
+
+ABLATIONS = [
+    ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
+    ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN),
+    ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
+    ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
+]
 PEERS = {"purejaxrl": "PureJaxRL 31756b1, `ppo.py`"}
 
 
@@ -160,8 +186,8 @@ class Row(NamedTuple):
         return peer if self.kind in PEERS else f"python {self.kind}.py {words}"
 
 
-def all_rows(pattern: str) -> list[Row]:
-    tasks = [task for tasks in SECTIONS.values() for task in tasks]
+def all_rows(pattern: str, tasks: list[Task] | None = None) -> list[Row]:
+    tasks = tasks or [task for tasks in SECTIONS.values() for task in tasks]
     rows = [Row(task, system) for task in tasks for system in task.systems]
     return [row for row in rows if re.search(pattern, row.name)]
 
@@ -171,7 +197,12 @@ def run_ours(row: Row) -> np.ndarray:
     """Evaluations [K, 3]: seed, environment steps, return."""
     run_dir = RUNS / row.name
     words = [*row.words, "--num-seeds", str(row.task.seeds), "--run-dir", str(run_dir)]
-    subprocess.run([sys.executable, "-W", "ignore", f"{row.kind}.py", *words], cwd=ROOT, check=True)
+    script = ROOT / f"{row.kind}.py"
+    if row.system in row.task.patches:
+        text = ablations.change_text(script.read_text(), row.task.patches[row.system])
+        script = RUNS / f"{row.name}.py"
+        script.write_text(text)
+    subprocess.run([sys.executable, "-W", "ignore", script, *words], cwd=ROOT, check=True)
     with open(run_dir / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["eval/return"]]
     return np.array([[float(x[k]) for k in ("seed", "env_steps", "eval/return")] for x in rows])
@@ -215,6 +246,12 @@ def commit(row: Row) -> str:
     return head.stdout.strip() + " with changes" * changed
 
 
+def change_lines(row: Row) -> list[str]:
+    """The replacements in the script's text, one line each."""
+    patches = row.task.patches.get(row.system, [])
+    return [f"{json.dumps(old)} -> {json.dumps(new)}" for old, new in patches]
+
+
 def measure(rows: list[Row], peers: dict[str, Path]):
     RUNS.mkdir(parents=True, exist_ok=True)
     RESULTS.mkdir(exist_ok=True)
@@ -232,6 +269,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
             about += [f"# peer: {PEERS[row.kind]}", "# returns: of training, means of intervals"]
             curve = run_peer(row, peers[row.kind])
         else:
+            about += [f"# change: {x}" for x in change_lines(row)]
             about += ["# returns: evaluations on full fresh episodes"]
             curve = run_ours(row)
         lines = [f"{seed:.0f},{steps:.0f},{value:.6g}" for seed, steps, value in curve]
@@ -338,7 +376,7 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
     steps = steps_to(curve, row.task.threshold)
     cells = [
         row.task.title,
-        f"[{row.system}](../benchmarks/results/{row.name}.csv)",
+        f"[{row.system}]({CSVS}/{row.name}.csv)",
         f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
         f"{final.mean():.4g} ± {final.std():.3g}",
         str(len(final)),
@@ -390,7 +428,8 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
   training returns, since they do not evaluate.
 - **steps, seconds to** a threshold: median over seeds and its 95 % bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
-  evaluation and compilation, the systems of an environment in turns on an idle machine.
+  evaluation and compilation, measured with the systems of an environment taking turns on an idle
+  machine. An interval of zero width is omitted.
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
   rate that was changed is in the name.
@@ -398,6 +437,19 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
 """
+ABLATION_INTRODUCTION = """
+## Ablations
+
+One detail changed at a time, by options or by replacements in the script's text
+([ablations.py](../benchmarks/ablations.py); the CSV names them):
+`python benchmarks/learning.py --ablations`. An interval that overlaps the unchanged script's shows
+no effect with this many seeds.
+"""
+ABLATION_HEADER = """
+| change | return (IQM) | mean ± std | seeds | steps to the threshold |
+|---|---|---|---|---|
+"""
+CSVS = "../benchmarks/results"
 HEADER = """
 | environment | system | return (IQM) | mean ± std | seeds | steps to | seconds to | steps/s |
 |---|---|---|---|---|---|---|---|
@@ -434,7 +486,33 @@ def report() -> str:
         text += "Commands:\n\n```bash\n"
         ours = [curve.about["command"] for row, curve in curves if row.kind not in PEERS]
         text += "\n".join(ours) + "\n```\n"
-    return text
+    return text + ablation_tables()
+
+
+def ablation_tables() -> str:
+    """One table per task: the script, then each of its changes."""
+    text = ""
+    for task in ABLATIONS:
+        script = next(iter(task.systems)).split()[0]
+        rows = [Row(task._replace(systems={script: ""}), script)]
+        rows += [Row(task, system) for system in task.systems]
+        found = [row for row in rows if (RESULTS / f"{row.name}.csv").exists()]
+        if len(found) < 2:
+            continue
+        text += f"\n### {task.title}, `{script}.py`\n{ABLATION_HEADER}"
+        for row in found:
+            curve = read_curve(RESULTS / f"{row.name}.csv")
+            final = final_returns(curve)
+            low, high = bootstrap(final[None])[:, 0]
+            cells = [
+                f"[{row.system.removeprefix(script).strip() or 'none'}]({CSVS}/{row.name}.csv)",
+                f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
+                f"{final.mean():.4g} ± {final.std():.3g}",
+                str(len(final)),
+                interval(steps_to(curve, task.threshold)),
+            ]
+            text += "| " + " | ".join(cells) + " |\n"
+    return text and ABLATION_INTRODUCTION + text
 
 
 def draw_all():
@@ -453,6 +531,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", default="", help="rows whose name matches this expression")
+    parser.add_argument("--ablations", action="store_true", help="measure the ablations")
     parser.add_argument("--clock", action="store_true", help="measure steps/s")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system's clock")
     parser.add_argument("--report", action="store_true", help="write docs/results.md")
@@ -468,7 +547,7 @@ def main():
     elif args.clock:
         clock(all_rows(args.only), peers, args.rounds)
     else:
-        measure(all_rows(args.only), peers)
+        measure(all_rows(args.only, ABLATIONS if args.ablations else None), peers)
 
 
 if __name__ == "__main__":

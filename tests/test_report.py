@@ -8,9 +8,12 @@ from conftest import ROOT
 from scipy import stats
 
 sys.path.append(str(ROOT / "benchmarks"))
+import ablations
 import learning
 
-ROWS = [row for row in learning.all_rows("") if (learning.RESULTS / f"{row.name}.csv").exists()]
+ABLATIONS = learning.all_rows("", learning.ABLATIONS)
+ROWS = [*learning.all_rows(""), *ABLATIONS]
+ROWS = [row for row in ROWS if (learning.RESULTS / f"{row.name}.csv").exists()]
 CSV = """# command: python ppo_ff.py
 # commit: 0123456
 # returns: evaluations on full fresh episodes
@@ -40,6 +43,19 @@ def test_every_curve_names_its_command_and_commit(row):
 def test_no_file_is_without_its_row():
     names = {f"{row.name}.csv" for row in ROWS}
     assert {path.name for path in learning.RESULTS.glob("*.csv")} - {"clock.csv"} == names
+
+
+@pytest.mark.parametrize("row", ABLATIONS, ids=lambda row: row.name)
+def test_every_ablation_changes_its_script(row):
+    text = (ROOT / f"{row.kind}.py").read_text()
+    changed = ablations.change_text(text, row.task.patches.get(row.system, []))
+    assert (changed != text) == (row.system in row.task.patches)
+    compile(changed, row.name, "exec")
+
+
+def test_a_change_that_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match="0 times in the script: b"):
+        ablations.change_text("a", [("b", "c")])
 
 
 def test_a_curve_is_read_by_seed(tmp_path):

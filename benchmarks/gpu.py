@@ -1,0 +1,162 @@
+"""Speed and returns on a GPU, in less than ten minutes.
+
+    python benchmarks/gpu.py                          # prints the tables of docs/results.md
+    python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
+
+Three tables: steps/s of every script at three sizes, what the choices made for CPUs cost there
+(replacements of ideas.py), and the returns of one run each. Every script has its own process.
+Measurements that would start after `--minutes` are left out and named.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+CARTPOLE = {"num_steps": 32, "num_minibatches": 8}
+BREAKOUT = {"env_id": "Breakout-MinAtar", "num_steps": 32, "num_minibatches": 8}
+PENDULUM = {"num_steps": 32, "num_minibatches": 8}
+GRU = {"hidden_size": 1024, "head_size": 256, "num_steps": 16}
+SPEED = {  # name: script, configuration, numbers of environments
+    "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17)),
+    "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16)),
+    "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15)),
+    "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15)),
+    "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13)),
+    "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**11, 2**12, 2**13)),
+    "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15)),
+    "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10)),
+}
+CHOICES = {  # name in ideas.py: environments
+    "convolution, not a dense layer on patches (Breakout)": 2**14,
+    "float32 observations, not bool (Breakout)": 2**14,
+    "convolutions, not dense layers on patches (Empty)": 2**13,
+    "embedding as a lookup, not as a product (Empty)": 2**13,
+    "argsort, not shuffle (CartPole)": 2**15,
+    "jax.random.permutation, not shuffle (CartPole)": 2**15,
+}
+RETURNS = [
+    "ppo_ff.py --num-envs 1024 --num-steps 32 --total-timesteps 4e6",
+    "ppo_ff.py --env-id Breakout-MinAtar --num-envs 1024 --num-steps 32 --total-timesteps 2e7",
+    "ppo_continuous.py --num-envs 1024 --num-steps 32 --total-timesteps 1e7",
+    "ppo_obs_norm.py --num-envs 1024 --num-steps 32 --total-timesteps 1e7",
+    "ppo_rnn.py --num-envs 8192 --total-timesteps 1e7",
+    "ippo.py --env-id rings --num-envs 256 --total-timesteps 2e6",
+]
+
+
+def measure_speed(name: str, shrink: int):
+    """Prints a line of JSON per size: environments, steps/s, compile seconds."""
+    import speed
+
+    script, options, sizes = SPEED[name]
+    for size in sizes:
+        num_envs = max(size // shrink, 16)
+        sized = {**options, "num_envs": num_envs}
+        batch = num_envs * options.get("num_steps", 29)
+        compile_seconds, steps, seconds = speed.ours(script, sized, 4 * batch, 3)
+        result = [num_envs, steps / sorted(seconds)[1], compile_seconds]
+        print(json.dumps(result), flush=True)
+
+
+def measure_choice(name: str, shrink: int):
+    """Prints a line of JSON: environments, steps/s of the script, steps/s with the idea."""
+    import ideas
+    import speed
+
+    script, options, replacements = ideas.IDEAS[name]
+    num_envs = max(CHOICES[name] // shrink, 16)
+    sized = {**options, "num_envs": num_envs, "num_steps": 32}
+    rates = []
+    for changes in ([], replacements):
+        ideas.load(script, changes)
+        _, steps, seconds = speed.ours(script, sized, 4 * num_envs * 32, 3)
+        rates.append(steps / sorted(seconds)[1])
+    print(json.dumps([num_envs, *rates]), flush=True)
+
+
+def in_a_process(kind: str, name: str, shrink: int, deadline: float) -> list:
+    """The lines that the process printed, and why it ended early."""
+    left = deadline - time.monotonic()
+    if left < 10:
+        return [], "no time left"
+    command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
+    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        try:
+            command += ["--shrink", str(shrink)]
+            process = subprocess.run(command, env=env, stdout=out, stderr=errors, timeout=left)
+            failed = process.returncode
+        except subprocess.TimeoutExpired:
+            return read_lines(out), "no time left"
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or ["killed"])[-1]
+        return read_lines(out), last if failed else ""
+
+
+def read_lines(file) -> list:
+    file.seek(0)
+    return [json.loads(line) for line in file if line.startswith("[")]
+
+
+def train(words: str, shrink: int, deadline: float) -> str:
+    """A row of the table of returns."""
+    left = deadline - time.monotonic()
+    if left < 10:
+        return f"| `{words}` | no time left | | |"
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-W", "ignore", *words.split(), "--run-dir", folder]
+        if shrink > 1:
+            command += ["--num-envs", "16", "--total-timesteps", "1e5"]
+        try:
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=left)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            return f"| `{words}` | {type(error).__name__} | | |"
+        summary = json.loads(Path(folder, "summary.json").read_text())
+    returned, rate = summary["eval_return_mean"], summary["steps_per_second"]
+    total = summary["compile_seconds"] + summary["train_seconds"]
+    return f"| `{words}` | {returned:.4g} | {rate:,.0f} | {total:.1f} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shrink", type=int, default=1, help="divide the environments by this")
+    parser.add_argument("--minutes", type=float, default=9.5, help="start nothing after these")
+    parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        kind, name = args.measure
+        return {"speed": measure_speed, "choice": measure_choice}[kind](name, args.shrink)
+    deadline = time.monotonic() + 60 * args.minutes
+    print("| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
+    for name, (script, *_) in SPEED.items():
+        lines, problem = in_a_process("speed", name, args.shrink, deadline)
+        for num_envs, rate, seconds in lines:
+            print(f"| `{script}.py`, {name} | {num_envs} | {rate:,.0f} | {seconds:.1f} |")
+        if problem:
+            print(f"| `{script}.py`, {name} | | {problem} | |")
+        sys.stdout.flush()
+    print("\n| command | return | steps/s | seconds in all |\n|---|---|---|---|", flush=True)
+    for words in RETURNS:
+        print(train(words, args.shrink, deadline), flush=True)
+    print("\n| choice | environments | script | with it | |\n|---|---|---|---|---|", flush=True)
+    for name in CHOICES:
+        lines, problem = in_a_process("choice", name, args.shrink, deadline)
+        for num_envs, plain, changed in lines:
+            cells = f"{num_envs} | {plain:,.0f} | {changed:,.0f} | {changed / plain:.2f} ×"
+            print(f"| {name} | {cells} |", flush=True)
+        if problem:
+            print(f"| {name} | | {problem} | | |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
