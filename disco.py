@@ -67,7 +67,7 @@ pmean = partial(jax.lax.pmean, axis_name="devices")
 
 # ----------------------------------------- config
 class ConfigError(Exception):
-    """Invalid input, and how to fix it."""
+    """Invalid input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +143,7 @@ def resolve(config: Config) -> Config:
 
 # ------------------------------------ environment
 def make_env(config: Config) -> tuple:
-    """The one place to edit to bring your own environment. Raises ConfigError.
+    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
     terminated, truncated, next_obs) and the number of actions. `step` resets after an episode:
@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep vmaps init_seed and train_seed over lr, in a pmap over "devices".
+    nothing was measured. To sweep lr, vmap make_train and its train_seed in a pmap over "devices".
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -768,7 +768,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; the others evaluate the best."""
+        """Round 0 evaluates `params` and updates `best`; rounds 1 to 10 evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

@@ -1,22 +1,22 @@
 """Meta-training of an update rule for reinforcement learning: how Disco103 was discovered.
 
-Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and its notebook. A population of
-agents learns with the meta-network's targets (disco.py); the meta-network follows the gradient of
-their later returns, back through their updates. One meta step:
+Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
+population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
+gradient of their later returns, back through their updates. One meta step:
 
     act        each agent plays K rollouts and one for validation, before any update
     update     K times: one step of the agent (disco.learn) and one of its critic
-    judge      policy gradient of the updated agent on the validation rollout, advantages from the
-               critic, plus entropy bonuses and regularizers of the targets
+    judge      policy gradient of the updated agent on the validation rollout, with the critic's
+               advantages, plus entropy bonuses and target regularizers
     meta step  differentiate through the K updates, average over agents; one Adam step
 
-Deviations, besides the defaults: the critic credits a reward to the action that earned it (the
-original's is one step off); an agent is replaced by a new one after `lifetime` meta steps
-(`--lifetime None`: never, as in the original). weights.npz in the run folder works with
-`python disco.py --weights`.
+Deviations from the notebook, besides the defaults: the critic credits a reward to the action that
+earned it (the notebook's is one step off); an agent is replaced by a new one after `lifetime` meta
+steps (`--lifetime None`: never, as in the notebook). `disco.py --weights FILE` reads the
+weights.npz of the run folder.
 
-Shapes: L steps, T = L - 1 transitions, K inner updates, P agents, D devices; N environments are
-per agent and device.
+Shapes: L steps of any rollout, T = L - 1 transitions, K inner updates, P agents, D devices; N
+environments are per agent and device.
 
     python disco_meta.py --seed 1
 
@@ -90,7 +90,7 @@ class Config:
     vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
-    num_evals: int = 150  # evaluations of the population, each followed by a checkpoint
+    num_evals: int = 150  # evaluations of all agents, of any age, each with a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and agent
     run_dir: str = ""  # run folder to start or continue; empty: a new one
 
@@ -133,7 +133,7 @@ def load_weights(config: Config) -> disco.MetaNetwork:
 
 
 def weights_file(meta_net: disco.MetaNetwork) -> bytes:
-    """`meta_net`, with a leading axis [D], as an npz file in the released format."""
+    """`meta_net` [D, ...] -> an npz file in the released format."""
     layers = jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear))
     arrays = {}
     for place, layer in zip(jax.tree.leaves(disco.MetaNetwork()), layers, strict=True):
@@ -188,7 +188,7 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """That of disco.py, without a meta-gradient through Adam's denominator, as in the original."""
+    """As in disco.py, with no meta-gradient through Adam's denominator, as in the notebook."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
@@ -251,13 +251,13 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = unroll(network, agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # Not kept: an agent's moments cover training rollouts only.
+    # The unweighted mean, as in the notebook. Not kept: moments cover training rollouts only.
     mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
     entropy = mean_entropy(output.logits[:-1])
     loss = policy_loss - 1e-2 * entropy + penalty.mean()
-    # y on all L steps, as in the original.
+    # y on all steps, as in the notebook.
     loss -= 1e-3 * (mean_entropy(output.y) + mean_entropy(output.z[:-1]))
     metrics = jax.tree.map(jnp.mean, metrics)
     metrics |= {"meta/loss": loss, "meta/policy": policy_loss, "meta/entropy": entropy}
@@ -330,7 +330,7 @@ def make_train(config: Config) -> tuple:
 
     def meta_step(state, _):
         agents = state.agents
-        if config.lifetime:  # staggered, so that the rule teaches all ages
+        if config.lifetime:  # staggered, so that ages differ
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
             agents = jax.vmap(replace)(agents, (ages + state.update) % config.lifetime)
         agents, valid, batches = jax.vmap(act_all)(agents)

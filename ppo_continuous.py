@@ -50,7 +50,7 @@ SCRIPT = "ppo_continuous"
 
 # ----------------------------------------- config
 class ConfigError(Exception):
-    """Invalid input, and how to fix it."""
+    """Invalid input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Config:
 
 # ------------------------------------ environment
 def make_env(config: Config) -> tuple:
-    """The one place to edit to bring your own environment. Raises ConfigError.
+    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
     terminated, truncated, next_obs) and the number of actions. `step` resets after an episode:
@@ -185,7 +185,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 @flax.struct.dataclass
 class ActionDistribution:
-    """Diagonal Gaussian over raw actions. If squashed, densities are those of `to_env(raw)`."""
+    """Diagonal Gaussian over raw actions. If squashed, log_prob and entropy include the tanh."""
 
     mean: jax.Array  # [..., A = action dimension]
     log_std: jax.Array  # [..., A]
@@ -338,7 +338,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting random bits above the index beats argsort by 20%."""
+    """A random permutation. Sorting packed (bits, index) beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -351,7 +351,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep vmaps init_seed and train_seed over lr, in a pmap over "devices".
+    nothing was measured. To sweep lr, vmap make_train and its train_seed in a pmap over "devices".
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -406,7 +406,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; the others evaluate the best."""
+        """Round 0 evaluates `params` and updates `best`; rounds 1 to 10 evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

@@ -51,7 +51,7 @@ SCRIPT = "ppo_obs_norm"
 
 # ----------------------------------------- config
 class ConfigError(Exception):
-    """Invalid input, and how to fix it."""
+    """Invalid input."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +114,12 @@ class Config:
 
 # ------------------------------------ environment
 def make_env(config: Config) -> tuple:
-    """The one place to edit to bring your own environment. Raises ConfigError.
+    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
-    terminated, truncated, next_obs), the number n of actions and whether they are discrete. `step`
-    resets after an episode: `obs` then starts the next one, but `next_obs` is the true final
-    observation. Continuous actions lie in [-1, 1]^n.
+    terminated, truncated, next_obs), the number or dimension n of actions and whether they are
+    discrete. `step` resets after an episode: `obs` then starts the next one, but `next_obs` is the
+    true final observation. Continuous actions lie in [-1, 1]^n.
     """
     if config.env_id.startswith("brax/"):
         return make_brax_env(config)
@@ -191,7 +191,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 @flax.struct.dataclass
 class ActionDistribution:
-    """Diagonal Gaussian over raw actions. If squashed, densities are those of `to_env(raw)`."""
+    """Diagonal Gaussian over raw actions. If squashed, log_prob and entropy include the tanh."""
 
     mean: jax.Array  # [..., A = action dimension]
     log_std: jax.Array  # [..., A]
@@ -329,8 +329,8 @@ def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
 def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition, Moments]:
     """Divide rewards [T, N] by the standard deviation of their rolling discounted sums.
 
-    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize: a first
-    reward of 1 after many zeros would be scaled to hundreds.
+    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize: after
+    many zeros, a first reward of 1 would become hundreds.
     """
     return_stats = update_moments(return_stats, rollout.episode[..., 2].reshape(-1))
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
@@ -387,7 +387,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting random bits above the index beats argsort by 20%."""
+    """A random permutation. Sorting packed (bits, index) beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -400,7 +400,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. A sweep vmaps init_seed and train_seed over lr, in a pmap over "devices".
+    nothing was measured. To sweep lr, vmap make_train and its train_seed in a pmap over "devices".
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -458,7 +458,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates the parameters and keeps the best; the others evaluate the best."""
+        """Round 0 evaluates `params` and updates `best`; rounds 1 to 10 evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
