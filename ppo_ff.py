@@ -63,8 +63,8 @@ class Config:
     num_envs: int = 16  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
     # Algorithm
-    update_epochs: int = 4  # passes over each rollout
-    num_minibatches: int = 8  # minibatches per epoch
+    update_epochs: int = 2  # passes over each rollout
+    num_minibatches: int = 16  # minibatches per epoch
     network: Literal["auto", "mlp"] = "auto"  # auto: a CNN for images, an MLP otherwise
     hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 in a CNN
     lr: float | None = None  # Adam learning rate; None: 2e-3, or 5e-3 for a CNN

@@ -53,7 +53,7 @@ class Task(NamedTuple):
     patches: dict[str, list[tuple[str, str]]] = {}  # of systems: replacements in the script's text
 
 
-MINATAR = "--num-envs 64 --total-timesteps 1e6 --eval-episodes 32"
+MINATAR = "--num-envs 64 --total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 
@@ -74,7 +74,7 @@ def continuous(env_id: str, threshold: float) -> Task:
 def minatar(game: str, threshold: float) -> Task:
     env_id = f"{game}-MinAtar"
     ours, peer = f"--env-id {env_id} {MINATAR}", f"ENV_NAME={env_id} {PURE_MINATAR}"
-    return Task(env_id, threshold, 3, {"ppo_ff": ours, "purejaxrl": peer})
+    return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
 
 
 def brax(name: str, threshold: float) -> Task:
