@@ -2,7 +2,7 @@
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x. In place of a hand-written policy loss, a
 frozen meta-network emits targets for the policy and for two predictions, y and z, whose meaning it
-has learned as well; q predicts returns. One update:
+has learned too; q predicts returns. One update:
 
     act          N environments play L steps; the replay keeps the last C trajectories
     replay       draw a batch of B trajectories
@@ -11,15 +11,15 @@ has learned as well; q predicts returns. One update:
     divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
                  + 0.2 cross_entropy(q, returns), reduced by one Adam step
 
-As in the original, a time limit is a termination, and the step after an episode's end has no
-loss; values and targets agree to 1e-9 in float64 (tests/test_disco.py). Deviation: num_envs,
+As in the original, a time limit counts as a termination, and the step after an episode's end has no
+loss; values and targets match it to 1e-9 in float64 (tests/test_disco.py). Deviation: num_envs,
 replay_size and replay_batch are totals over the devices. `--rule` offers two baselines.
 
 Shapes: L steps, T = L - 1 transitions, A actions, D devices, S seeds; N, B, C are per device.
 
     python disco.py
 
-Seeds 0-2 reach 0.9 after 28k to 36k of 58k steps and end at 1.00; chance: -0.75.
+Seeds 0-2 reach a return of 0.9 after 28k to 36k steps and end at 1.00; chance: -0.75.
 """
 
 # /// script
@@ -185,7 +185,7 @@ def make_env(config: Config) -> tuple:
 
 # ---------------------------------------- network
 class AgentOutput(NamedTuple):
-    """Predictions from an observation. The baselines fill only logits, or logits and value."""
+    """All are logits. The baselines fill only `logits`, or `logits` and `value`."""
 
     logits: jax.Array  # [..., A] policy
     y: jax.Array | None = None  # [..., 600] of meta-learned meaning
@@ -411,7 +411,7 @@ def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
 
 # -------------------------------------- advantage
 def unsquash(x):
-    """Inverse value transform (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
+    """Inverse value squashing (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
     eps = 1e-3
     root = jnp.sqrt(1 + 4 * eps * (eps + 1 + jnp.abs(x))) / (2 * eps) - 1 / (2 * eps)
     return jnp.sign(x) * (root**2 - 1)
@@ -465,8 +465,8 @@ class Values(NamedTuple):
 
     value: jax.Array  # [T + 1, B] of the online network
     target_q: jax.Array  # [T + 1, B, A] of the target network
-    q_target: jax.Array  # [T, B] Retrace target of q
-    td: jax.Array  # [T, B] q_target minus the online q
+    returns: jax.Array  # [T, B] Retrace target of q
+    td: jax.Array  # [T, B] returns minus the online q
     advantage: jax.Array  # [T, B] of the actions taken
     action_advantage: jax.Array  # [T + 1, B, A] of all actions
 
@@ -480,13 +480,13 @@ def compute_values(online: AgentOutput, target: AgentOutput, batch: Transition, 
     trace = config.trace_lambda * clipped_ratio(online.logits, batch)
     discount = config.gamma * (1 - batch.done[:-1])
     taken_q = select_action(target_q[:-1], batch.action[:-1])
-    q_target = retrace(batch.reward[:-1], discount, target_value, taken_q, trace)
+    returns = retrace(batch.reward[:-1], discount, target_value, taken_q, trace)
     return Values(
         value=(policy * q).sum(axis=-1),
         target_q=target_q,
-        q_target=q_target,
-        td=q_target - select_action(q[:-1], batch.action[:-1]),
-        advantage=q_target - target_value[:-1],
+        returns=returns,
+        td=returns - select_action(q[:-1], batch.action[:-1]),
+        advantage=returns - target_value[:-1],
         action_advantage=target_q - target_value[..., None],
     )
 
@@ -572,7 +572,7 @@ def backward_lstm(linear: Linear, step_features, done):
     return hidden
 
 
-def lifetime_input(meta_net: MetaNetwork, step_features, hidden, y):
+def embed_update(meta_net: MetaNetwork, step_features, hidden, y):
     """Embedding of an update: the mean over its batch and the devices, [16]."""
     y = meta_net.lifetime_embeddings.embed_y(y)[..., None]
     x = jnp.concatenate([step_features, meta_net.summary(hidden), y], axis=-1)  # [T, B, 29]
@@ -593,7 +593,7 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
     targets = MetaTargets(logits, meta_net.y(hidden), meta_net.z(hidden))
     # The lifetime state takes effect at the next update.
     step_features, _ = make_features(meta_net.lifetime_embeddings, *inputs)
-    x = lifetime_input(meta_net, step_features, hidden, targets.y)
+    x = embed_update(meta_net, step_features, hidden, targets.y)
     hidden, cell = lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)
     return targets, values, MetaState(moments, hidden, cell)
 
@@ -608,7 +608,7 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     returns, target = vtrace_advantage(*steps, jnp.zeros(batch.reward.shape), ratio, 1.0)
     meta = meta._replace(advantage=meta.advantage.update(returns, config.ema_decay))
     mean, std = meta.advantage.mean_and_std()
-    # Weighted like the returns: zero for actions the policy now avoids.
+    # `returns` has the ratio already, so its mean needs it too.
     return (returns - ratio * mean) / std, target, meta
 
 
@@ -619,7 +619,7 @@ def kl_divergence(p_logits, q_logits):
 
 
 def value_loss(logits, target):
-    """Cross-entropy with the transformed target [...], two-hot over the nearest bins."""
+    """Cross-entropy with the squashed target [...], two-hot over the nearest bins."""
     value = jnp.sign(target) * (jnp.sqrt(jnp.abs(target) + 1) - 1) + 1e-3 * target
     value = jnp.clip(value, -MAX_VALUE, MAX_VALUE)
     position = value + MAX_VALUE  # one bin per integer
@@ -640,7 +640,7 @@ def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Co
     return loss, {**metrics, "loss/total": loss}
 
 
-def disco_loss(output: AgentOutput, targets: MetaTargets, q_target, batch: Transition, config):
+def disco_loss(output: AgentOutput, targets: MetaTargets, returns, batch: Transition, config):
     """Divergences from the targets. `output` [T + 1, B, ...] is for the actions taken."""
     next_logits = jax.lax.stop_gradient(output.logits[1:])
     losses = {
@@ -648,7 +648,7 @@ def disco_loss(output: AgentOutput, targets: MetaTargets, q_target, batch: Trans
         "loss/y": kl_divergence(targets.y, output.y[:-1]),
         "loss/z": kl_divergence(targets.z, output.z[:-1]),
         "loss/aux_policy": kl_divergence(next_logits, output.aux_pi[:-1]) * (1 - batch.done[:-1]),
-        "loss/value": value_loss(output.q[:-1], q_target),
+        "loss/value": value_loss(output.q[:-1], returns),
     }
     return mean_losses(losses, output, batch, config)
 
@@ -678,11 +678,11 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     if config.rule == "disco":
         target = unroll(state.target_params, batch.obs, None)
         targets, values, meta = disco_rule(meta_net, online, target, batch, state.meta, config)
-        td, value_target = values.td, values.q_target
+        td, value_target = values.td, values.returns
         loss = lambda output: disco_loss(output, targets, value_target, batch, config)
     else:
         targets = None
-        td, value_target, meta = baseline_rule(online, batch, state.meta, config)  # td: advantage
+        td, value_target, meta = baseline_rule(online, batch, state.meta, config)  # td = advantage
         loss = lambda output: baseline_loss(output, td, value_target, batch, config)
 
     # Without the outputs for actions not taken, an update takes 30% less time.
@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. To sweep lr, vmap make_train and its train_seed in a pmap over "devices".
+    nothing was measured. To sweep lr, call make_train in a vmap over it, in a pmap over "devices".
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -753,8 +753,8 @@ def make_train(config: Config) -> tuple:
     if config.num_steps < 2 or trajectories < max(config.num_envs, config.replay_batch):
         least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
         least += -least % (config.num_evals * config.batch_size)
-        options = f"num_steps >= 2, a larger replay_size or total_timesteps >= {least}"
-        raise ConfigError(f"the replay holds {trajectories} trajectories: use {options}")
+        options = f"num_steps >= 2, replay_size and total_timesteps (>= {least})"
+        raise ConfigError(f"too few trajectories ({trajectories}): check {options}")
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None

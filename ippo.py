@@ -416,7 +416,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. To sweep lr, vmap make_train and its train_seed in a pmap over "devices".
+    nothing was measured. To sweep lr, call make_train in a vmap over it, in a pmap over "devices".
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N

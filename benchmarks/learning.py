@@ -5,7 +5,7 @@
     python benchmarks/learning.py --ablations                # one detail changed at a time
     python benchmarks/learning.py --clock                    # steps/s of every row, in turns
     python benchmarks/learning.py --report                   # docs/results.md and its pictures
-    python benchmarks/learning.py --peers purejaxrl=DIR         # see peers.md
+    python benchmarks/learning.py --peers purejaxrl=DIR rejax=DIR    # see peers.md
 
 A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
 names its command, commit and versions. Finished rows are skipped, and interrupted runs continue.
@@ -62,13 +62,16 @@ def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
     ours, peer = f"--env-id {env_id} --num-evals 20", f"ENV_NAME={env_id}"
     tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
+    systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
     return Task(env_id, threshold, 10, systems)
 
 
 def continuous(env_id: str, threshold: float) -> Task:
     ours = f"--env-id {env_id} --num-evals 20"
     tanh = {"ppo_continuous tanh": f"{ours} --policy tanh_gaussian"}
-    return Task(env_id, threshold, 10, {"ppo_continuous": ours, **tanh, "ppo_obs_norm": ours})
+    systems = {"ppo_continuous": ours, **tanh, "ppo_obs_norm": ours}
+    systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
+    return Task(env_id, threshold, 10, systems)
 
 
 def minatar(game: str, threshold: float) -> Task:
@@ -160,7 +163,14 @@ ABLATIONS = [
     ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
 ]
-PEERS = {"purejaxrl": "PureJaxRL 31756b1, `ppo.py`"}
+PEERS = {
+    "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
+    "rejax": "rejax d751095, `PPO` (evaluations)",
+}
+PEER_RETURNS = {
+    "purejaxrl": "of training, means of intervals",
+    "rejax": "evaluations on full fresh episodes",
+}
 
 
 class Row(NamedTuple):
@@ -266,7 +276,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
             f"# versions: {versions()}",
         ]
         if row.kind in PEERS:
-            about += [f"# peer: {PEERS[row.kind]}", "# returns: of training, means of intervals"]
+            about += [f"# peer: {PEERS[row.kind]}", f"# returns: {PEER_RETURNS[row.kind]}"]
             curve = run_peer(row, peers[row.kind])
         else:
             about += [f"# change: {x}" for x in change_lines(row)]
@@ -424,8 +434,8 @@ Written by `python benchmarks/learning.py --report` from the CSVs in
 curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been measured.
 
 - **return**: interquartile mean over seeds and its 95 % bootstrap interval, then mean ± standard
-  deviation, in the last 5 % of the steps. Our scripts: evaluations on full fresh episodes. Peers:
-  training returns, since they do not evaluate.
+  deviation, in the last 5 % of the steps. Evaluations on full fresh episodes; training returns
+  for a peer that does not evaluate.
 - **steps, seconds to** a threshold: median over seeds and its 95 % bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
   evaluation and compilation, measured with the systems of an environment taking turns on an idle

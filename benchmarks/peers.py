@@ -159,6 +159,55 @@ def purejaxrl(path, script, options, steps_per_call, calls):
     return seconds, config["TOTAL_TIMESTEPS"], timed_calls(call, calls)
 
 
+REJAX = {  # gymnax environment: its configuration
+    "CartPole-v1": "cartpole",
+    "Acrobot-v1": "acrobot",
+    "MountainCar-v0": "mountaincar",
+    "Pendulum-v1": "pendulum",
+    "MountainCarContinuous-v0": "continuous_mountaincar",
+}
+
+
+def rejax_agent(path, options):
+    """Its PPO with the settings that it publishes for the environment."""
+    import gymnax
+    import yaml
+
+    sys.path.insert(0, f"{path}/src")
+    from rejax import PPO
+
+    with open(f"{path}/configs/gymnax/{REJAX[options['ENV_NAME']]}.yaml") as file:
+        config = yaml.safe_load(file)["ppo"]
+    env, params = gymnax.make(config["env"])
+    total = int(options["TOTAL_TIMESTEPS"])
+    config |= {"env": FiveValues(env), "env_params": params, "total_timesteps": total}
+    return PPO.create(**{**config, "eval_freq": total // 50})
+
+
+def rejax_curve(path, options, seeds):
+    """Environment steps [U] and mean returns of its evaluations [U, S]."""
+    agent = rejax_agent(path, options)
+    train = jax.jit(jax.vmap(lambda key: agent.train(key)[1][1].mean(axis=-1)))
+    returns = np.asarray(train(jax.random.split(jax.random.PRNGKey(0), seeds)))  # [S, 1 + 50]
+    batch = agent.num_envs * agent.num_steps
+    steps_per_evaluation = batch * -(-agent.eval_freq // batch)
+    return steps_per_evaluation * np.arange(1, returns.shape[1]), returns[:, 1:].T
+
+
+def rejax_clock(path, words, calls=3, seconds_per_call=4.0):
+    agent = rejax_agent(path, parse(words)).replace(
+        eval_callback=lambda *_: (), skip_initial_evaluation=True
+    )
+    batch = agent.num_envs * agent.num_steps
+    updates = 10
+    for _ in range(2):
+        sized = agent.replace(total_timesteps=updates * batch, eval_freq=updates * batch)
+        seconds, call = compiled(lambda key, agent=sized: agent.train(key), jax.random.PRNGKey(0))
+        timed = timed_calls(call, calls)
+        steps, updates = updates * batch, max(10, int(updates * seconds_per_call / min(timed)))
+    return seconds, steps, timed
+
+
 def rejax(path, script, options, steps_per_call, calls):
     import gymnax
 

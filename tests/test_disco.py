@@ -177,13 +177,13 @@ def rule_case(source):
             "meta_act_cond_emb": meta_actions,
             "lstm_out": hidden,
             "mult_out": hidden * modulation,
-            "meta_x_avg": disco.lifetime_input(
+            "meta_x_avg": disco.embed_update(
                 meta_net, meta_features, hidden * modulation, targets.y
             ),
         }
         grad = jax.grad(case.loss, has_aux=True)
         # A target on a bin: the original adds q to target - q, which misses it by this or nothing.
-        gradients = [grad(online, targets, values.q_target + miss) for miss in (0.0, 1e-13)]
+        gradients = [grad(online, targets, values.returns + miss) for miss in (0.0, 1e-13)]
         return targets, values, meta, mid, gradients
 
     run = on_devices(run)
@@ -229,7 +229,7 @@ def test_the_rule_remembers_its_first_update_in_its_second(rule):
 def test_values_and_advantages(rule):
     case, (_, values, meta, _, _), _ = rule
     expected = {
-        "q_target": "q_target",
+        "returns": "q_target",
         "advantage": "adv",
         "action_advantage": "qv_adv",
         "td": "q_td",
@@ -268,7 +268,7 @@ def test_loss_and_its_gradient(rule):
     expected = disco.AgentOutput(**case.golden.group("A/out/grad_agent_out"))
     for name in ("logits", "y", "z", "aux_pi"):
         close(getattr(gradient, name), getattr(expected, name), LOOSE)
-    target = values.q_target
+    target = values.returns
     squashed = jnp.sign(target) * (jnp.sqrt(abs(target) + 1) - 1) + 1e-3 * target
     on_bin = squashed % 1 == 0  # [T, B]
     on_bin = jnp.concatenate([on_bin, on_bin[:1] & False])[:, :, None, None]
@@ -287,7 +287,7 @@ def test_gradient_with_respect_to_the_meta_network(rule):
         losses = []
         for _ in range(2):
             targets, values, meta = case.rule(meta_net, inputs, meta)
-            loss, _ = case.loss(online, targets, values.q_target)
+            loss, _ = case.loss(online, targets, values.returns)
             losses.append(loss)
         return sum(losses)
 
@@ -430,7 +430,7 @@ def test_three_updates(one_device, step):
     close(targets.logits[0], golden[f"{section}/pi"], LOOSE)
     close(targets.y[0].mean(-1), golden[f"{section}/y_mean_last"], LOOSE)
     close(targets.z[0].mean(-1), golden[f"{section}/z_mean_last"], LOOSE)
-    close(values.q_target[0], golden[f"{section}/q_target"], LOOSE)
+    close(values.returns[0], golden[f"{section}/q_target"], LOOSE)
     close(advantage[0], golden[f"{section}/normalized_adv"], LOOSE)
     log = {"loss/total": "total_loss", "optim/grad_norm": "global_gradient_norm"}
     for name, reference in (log | {"update_norm": "global_update_norm"}).items():

@@ -125,7 +125,7 @@ def test_values_take_no_gradient():
 
     def free(params):
         online = disco_meta.unroll(network, params, batch.obs)
-        return disco.compute_values(online, target, batch, config).q_target.sum()
+        return disco.compute_values(online, target, batch, config).returns.sum()
 
     def stopped(params):
         online = disco_meta.unroll(network, params, batch.obs)
@@ -168,7 +168,7 @@ def test_the_meta_gradient_is_that_of_finite_differences():
 
             def loss(params):
                 taken = disco_meta.unroll(network, params, batch.obs, batch.action)
-                return disco.disco_loss(taken, targets, values.q_target, batch, config)[0]
+                return disco.disco_loss(taken, targets, values.returns, batch, config)[0]
 
             penalty = disco_meta.regularizer(targets, target.logits[:-1])
             return penalty, jax.grad(loss)(agent.params)
