@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. To sweep lr, call make_train in a vmap over it, in a pmap over "devices".
+    nothing was measured. To sweep lr, vmap make_train, init_seed, train_seed in a "devices" pmap.
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -849,7 +849,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval
+    about["updates_per_eval"] = config.updates_per_eval  # must not change
     stored = json.loads(path.read_text()) if path.exists() else about
     may_differ = ["run_dir", "init_from", "track", "distributed"]
     may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
@@ -878,7 +878,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder needed
+    state = broadcast_one_to_all(state)  # no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -901,7 +901,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start them
+        clear_backends()  # must come first
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -915,8 +915,8 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # now unfinished
-    if jax.process_count() == 1:  # else pmap compiles later
+    path.unlink(missing_ok=True)  # unfinished
+    if jax.process_count() == 1:  # else pmap does it
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

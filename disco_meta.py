@@ -375,7 +375,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval
+    about["updates_per_eval"] = config.updates_per_eval  # must not change
     stored = json.loads(path.read_text()) if path.exists() else about
     may_grow = ["num_meta_steps", "num_evals"] if (run_dir / "summary.json").exists() else []
     for option, new in about.items():
@@ -402,7 +402,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # now unfinished
+    path.unlink(missing_ok=True)  # unfinished
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

@@ -79,7 +79,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # skip further epochs above this approximate KL
+    target_kl: float | None = None  # stop the epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -387,7 +387,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting packed (bits, index) beats argsort by 20%."""
+    """A random permutation. Sorting packed (bits, row) beats argsort by 20%."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -400,7 +400,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. To sweep lr, call make_train in a vmap over it, in a pmap over "devices".
+    nothing was measured. To sweep lr, vmap make_train, init_seed, train_seed in a "devices" pmap.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -486,7 +486,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs until the KL exceeds its target. Returns the last one's metrics."""
+        """Epochs until the KL exceeds its target. Returns state, metrics of the last."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -564,7 +564,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
     run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval
+    about["updates_per_eval"] = config.updates_per_eval  # must not change
     stored = json.loads(path.read_text()) if path.exists() else about
     may_differ = ["run_dir", "init_from", "track", "distributed"]
     may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
@@ -593,7 +593,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder needed
+    state = broadcast_one_to_all(state)  # no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -616,7 +616,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start them
+        clear_backends()  # must come first
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -630,8 +630,8 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # now unfinished
-    if jax.process_count() == 1:  # else pmap compiles later
+    path.unlink(missing_ok=True)  # unfinished
+    if jax.process_count() == 1:  # else pmap does it
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
