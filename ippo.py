@@ -126,7 +126,7 @@ class Rings:
 
     Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
     (a + k) % 3 - 1 cells: what is right for one agent is wrong for the others. Arriving pays 1 and
-    ends the agent's part; other steps cost 0.2; the time limit is 8 steps. The best return from d
+    ends its episode; other steps cost 0.2; the time limit is 8 steps. The best return from d
     cells away, the shorter way, is 1.2 - 0.2 d; on average 1 + 14 / 15 + 0.9 = 2.833 per team.
     """
 
@@ -165,7 +165,7 @@ CLOCKS |= dict.fromkeys(["ant", "halfcheetah", "hopper", "humanoid", "walker2d"]
 class Observation(NamedTuple):
     features: jax.Array  # [F], with the agent's one-hot index if shared
     mask: jax.Array  # [A] legal actions, or components of a continuous action
-    active: jax.Array  # [] False after the agent's own end
+    active: jax.Array  # [] False once the agent is done
 
 
 def load_env(config: Config):
@@ -476,7 +476,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[:, 0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; rounds 1 to 10 evaluate `best`."""
+        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -538,7 +538,7 @@ def make_train(config: Config) -> tuple:
         return state, metrics | {f"{name}/epochs": jnp.float32(x) for name, x in count.items()}
 
     def update_networks(state, samples):
-        """Samples [T, N, K, ...] are the batch of one network or, per agent, of K networks."""
+        """Samples [T, N, K, ...] train one network or, split by agent, K networks."""
         if config.share_parameters:
             samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), samples)
             return update_epochs(state, samples)
