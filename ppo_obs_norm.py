@@ -400,7 +400,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
     seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    nothing was measured. To sweep lr, vmap make_train, init_seed, train_seed in a "devices" pmap.
+    not measured. To sweep, vmap lr -> make_train, init_seed, train_seed in a "devices" pmap.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N

@@ -55,10 +55,9 @@ IDEAS = {  # name: script, configuration, replacements
         EMPTY,
         [
             (
-                "conv = dense(factor * config.conv_size, 2**0.5, dtype)",
-                'conv = nn.Conv(factor * config.conv_size, (2, 2), padding="VALID")',
+                "dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1))",
+                'nn.Conv(k * config.conv_size, (2, 2), padding="VALID")(x)',
             ),
-            ("conv(jnp.concatenate(patches, axis=-1))", "conv(x)"),
         ],
     ),
     "embedding as a lookup, not as a product (Empty)": (

@@ -350,6 +350,15 @@ def test_defaults_depend_on_the_kind_of_observation():
     assert (1, 1, 9 * 4, 16) in shapes["Breakout-MinAtar", "auto"]  # a 3 x 3 convolution
 
 
+def test_many_environments_make_shorter_rollouts():
+    config = load_script("ppo_rnn").Config
+    sizes = [(1024, None), (1025, None), (8192, None), (8192, 64), (16, 5)]
+    lengths = [config(num_envs=n, num_steps=steps).batch_size // n for n, steps in sizes]
+    assert lengths == [64, 16, 16, 64, 5]
+    help_text = (ROOT / "ppo_rnn.py").read_text()
+    assert "rollout length; None: 64, or 16 if num_envs > 1024" in help_text
+
+
 def test_seed_changes_the_run(module, base, tmp_path):
     words = flags(dataclasses.replace(base.config, seed=1))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "run")
