@@ -80,6 +80,11 @@ def minatar(game: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
 
 
+def minigrid(name: str, threshold: float, options: str = "") -> Task:
+    env_id = f"MiniGrid-{name}"
+    return Task(env_id, threshold, 5, {"ppo_rnn": f"--env-id {env_id} {options}".strip()})
+
+
 def brax(name: str, threshold: float) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
     return Task(f"brax/{name}", threshold, 3, dict.fromkeys(NORMALIZED, options))
@@ -88,7 +93,6 @@ def brax(name: str, threshold: float) -> Task:
 NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 SPREAD = "--env-id MPE_simple_spread_v3"
-DOORKEY = "--env-id MiniGrid-DoorKey-5x5"
 SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
@@ -113,7 +117,13 @@ SECTIONS = {
             5,
             {"ppo_rnn": "--env-id MiniGrid-Empty-6x6 --num-envs 8192"},
         ),
-        Task("MiniGrid-DoorKey-5x5", 0.94, 6, {"ppo_rnn": DOORKEY}),
+        minigrid("EmptyRandom-8x8", 0.94),
+        minigrid("DoorKey-5x5", 0.94),
+        minigrid("DoorKey-6x6", 0.94),
+        minigrid("Unlock", 0.94),
+        minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
+        minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
+        minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
     ],
     "Several agents": [
         Task("rings", 2.8, 5, {"ippo": RINGS}),
