@@ -411,9 +411,17 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
 def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     """A panel per environment against steps, and below it, where measured, against seconds."""
     timed = any(row.name in rates for curves in panels.values() for row, _ in curves)
-    figure = matplotlib.figure.Figure(figsize=(4.2 * len(panels), 6.0 if timed else 3.2))
-    grid = figure.subplots(1 + timed, len(panels), squeeze=False, sharey="col")
-    for (title, curves), column in zip(panels.items(), grid.T, strict=True):
+    width = min(4, len(panels))
+    blocks = -(-len(panels) // width)
+    height = blocks * (6.0 if timed else 3.2)
+    figure = matplotlib.figure.Figure(figsize=(4.2 * width, height))
+    grid = figure.subplots(blocks * (1 + timed), width, squeeze=False)
+    grid = grid.reshape(blocks, 1 + timed, width).swapaxes(1, 2).reshape(-1, 1 + timed)
+    for column in grid[len(panels) :].flat:
+        column.set_visible(False)
+    for (title, curves), column in zip(panels.items(), grid, strict=False):
+        if timed:
+            column[1].sharey(column[0])
         for number, (row, curve) in enumerate(curves):
             color = COLORS[number % len(COLORS)]
             band = bootstrap(curve.values)
@@ -432,7 +440,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
             column[1].set_visible(any(row.name in rates for row, _ in curves))
         for axes in column:
             axes.axhline(row.task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
-    for axes in grid[:, 0]:
+    for axes in grid[::width].flat:
         axes.set_ylabel("return")
     figure.savefig(path)
 
