@@ -126,7 +126,7 @@ SECTIONS = {
         minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
     ],
     "Several agents": [
-        Task("rings", 2.8, 5, {"ippo": RINGS}),
+        Task("rings", 2.8, 10, {"ippo": RINGS}),
         Task(
             "MPE_simple_spread_v3",
             -60,
