@@ -11,7 +11,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_ff.py --num-seeds 5
 
-500 ± 0 on CartPole-v1: 222k steps/s, 25 s in all on two CPU cores.
+500 ± 0 on CartPole-v1: 340k steps/s, 19 s in all on two CPU cores.
 """
 
 # /// script
