@@ -21,7 +21,7 @@ environments are per agent and device.
     python disco_meta.py --seed 1
 
 Rules meta-trained with seeds 1, 2 and 3 (24 to 30 minutes each on one CPU core) taught new agents
-Catch 5x5 in 816k steps: return 0.99, 0.50 and 0.85 (means of three agents; chance: -0.6).
+Catch 5x5 in 816k steps: return 0.99, 0.50 and 0.85 (means of three agents; random: -0.55).
 """
 
 # /// script
