@@ -535,7 +535,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder
+    state = broadcast_one_to_all(state)  # no shared folder needed
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -573,7 +573,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # unfinished
-    if jax.process_count() == 1:  # else pmap does it
+    if jax.process_count() == 1:  # else pmap does
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
