@@ -11,8 +11,8 @@ has learned too; q predicts returns. One update:
     divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
                  + 0.2 cross_entropy(q, returns), reduced by one Adam step
 
-As in the original, a time limit counts as a termination, and the step after an episode's end has no
-loss; values and targets match it to 1e-9 in float64 (tests/test_disco.py). Deviation: num_envs,
+As in the original, which values and targets match to 1e-9 in float64 (tests/test_disco.py), a time
+limit counts as a termination, and the step after an episode's end has no loss. Deviation: num_envs,
 replay_size and replay_batch are totals over the devices. `--rule` offers two baselines.
 
 Shapes: L steps, T = L - 1 transitions, A actions, D devices, S seeds; N, B, C are per device.
@@ -92,7 +92,7 @@ class Config:
     lr: float | None = None  # Adam learning rate; None: 1e-2, or 5e-4 and 1e-3 for the baselines
     max_update: float = 1.0  # clipping range of each entry of Adam's step
     gamma: float = 0.997  # discount factor
-    trace_lambda: float = 0.95  # trace decay of Retrace and V-trace
+    trace_lambda: float = 0.95  # trace decay of Retrace and of actor_critic's V-trace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages
     target_decay: float = 0.9  # decay of the target network
     ent_coef: float | None = None  # entropy bonus coefficient; None: 0, or 0.2 and 0.01
@@ -112,7 +112,7 @@ class Config:
         fractions = ("gamma", "trace_lambda", "ema_decay", "target_decay")
         for name, value in vars(self).items():
             low = 0 if name in ("seed", "ent_coef", "vf_coef", *fractions) else 1e-12
-            high = 1 if name in fractions else 1e18
+            high = 0.9999 if name == "ema_decay" else 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
                 raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
 
@@ -276,7 +276,7 @@ class Embeddings(NamedTuple):
 
 
 def within(module: str) -> Embeddings:
-    """Places of embeddings in a module."""
+    """Embeddings found in a module."""
     return jax.tree.map(lambda x: dataclasses.replace(x, name=f"{module}/{x.name}"), Embeddings())
 
 
@@ -403,7 +403,7 @@ class TrainState(NamedTuple):
 
 
 def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the episodes that ended in a rollout [N, L]; NaN if none did."""
+    """Means over the episodes that ended in a rollout; NaN if none did."""
     count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
     mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
     return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
@@ -619,7 +619,7 @@ def kl_divergence(p_logits, q_logits):
 
 
 def value_loss(logits, target):
-    """Cross-entropy with the squashed target [...], two-hot over the nearest bins."""
+    """Cross-entropy with the target [...], squashed and two-hot over the nearest bins."""
     value = jnp.sign(target) * (jnp.sqrt(jnp.abs(target) + 1) - 1) + 1e-3 * target
     value = jnp.clip(value, -MAX_VALUE, MAX_VALUE)
     position = value + MAX_VALUE  # one bin per integer
@@ -685,7 +685,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         td, value_target, meta = baseline_rule(online, batch, state.meta, config)  # td = advantage
         loss = lambda output: baseline_loss(output, td, value_target, batch, config)
 
-    # Without the outputs for actions not taken, an update takes 30% less time.
+    # Only the outputs of the actions taken: an update takes 30% less time.
     loss_of = lambda params: loss(unroll(params, batch.obs, batch.action))
     grads, metrics = jax.grad(loss_of, has_aux=True)(state.params)
     if config.rule != "policy_gradient":
@@ -693,7 +693,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     updates, opt_state = optimizer.update(grads, state.opt_state)
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
-    step_size = 1 - config.target_decay  # toward the old params
+    step_size = 1 - config.target_decay  # pre-update params
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -738,9 +738,9 @@ def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerStat
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
-    seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    not measured. To sweep, vmap lr -> make_train, init_seed, train_seed in a "devices" pmap.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
+    `updates_per_eval` updates of all seeds and evaluates them. Unmeasured metrics [D, updates, S]
+    are NaN. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -821,7 +821,7 @@ def make_train(config: Config) -> tuple:
 
     def train_seed(state):
         state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
-        # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485) takes ten more rounds.
+        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
         rounds = jnp.where(state.update < config.num_updates, 1, 11)
         state = jax.lax.fori_loop(0, rounds, evaluate, state)
         eval_return = jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(state.eval_return)
@@ -836,7 +836,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file atomically, in the first process."""
+    """Write atomically, in the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -901,7 +901,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # must come first
+        clear_backends()  # imports start JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -916,7 +916,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # unfinished
-    if jax.process_count() == 1:  # else pmap does
+    if jax.process_count() == 1:  # else on first call
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
@@ -936,7 +936,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: lower lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")

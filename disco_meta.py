@@ -89,7 +89,7 @@ class Config:
     vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
-    num_evals: int = 150  # evaluations of all agents, of any age, each with a checkpoint
+    num_evals: int = 150  # evaluations of all agents, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and agent
     run_dir: str = ""  # run folder to start or continue; empty: a new one
 
@@ -103,7 +103,7 @@ class Config:
         for name, value in vars(self).items():
             low = 0 if name in ("seed", "ent_coef", "vf_coef", *fractions) else 1e-12
             low = 2 if name in ("num_steps", "valid_steps") else low
-            high = 1 if name in fractions else 1e18
+            high = 0.9999 if name == "ema_decay" else 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
                 bound = "> 0" if low == 1e-12 else f">= {low}"
                 raise ConfigError(f"{name} = {value} must be {bound}, <= {high:g}")
@@ -187,7 +187,7 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """As in disco.py, with no meta-gradient through Adam's denominator, as in the notebook."""
+    """That of disco.py; like the notebook's, no meta-gradient through Adam's denominator."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
@@ -250,7 +250,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = unroll(network, agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # The unweighted mean, as in the notebook. Not kept: moments cover training rollouts only.
+    # No ratio on the mean, as in the notebook. Not stored: moments are of training rollouts.
     mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()

@@ -73,11 +73,11 @@ class Config:
     gamma: float = 0.97  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip the value too, by the same range
+    clip_value: bool = False  # clip value changes to the same range
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop the epochs above this approximate KL
+    target_kl: float | None = None  # no more epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -236,7 +236,7 @@ class ActorCritic(nn.Module):
         return ActionDistribution(mean, log_std, self.policy == "tanh_gaussian"), value
 
     def torso(self, obs: jax.Array) -> jax.Array:
-        """[...] -> [hidden_size]."""
+        """[...] -> [hidden_size]; each call makes new layers."""
         x = nn.tanh(dense(self.hidden_size, 2**0.5)(obs.ravel()))
         return nn.tanh(dense(self.hidden_size, 2**0.5)(x))
 
@@ -251,7 +251,6 @@ class Transition(NamedTuple):
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
-    truncated: jax.Array  # cut by a time limit
     next_obs: jax.Array  # the true one, even at the end of an episode
     done: jax.Array  # terminated or truncated
     episode: jax.Array  # [2] return and length so far
@@ -315,11 +314,11 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
     All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
     """
     policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
-    log_ratio = policy.log_prob(batch.action) - batch.log_prob  # [B, ...]
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
     policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
-    value_error = (value - target) ** 2  # [B, ...]
+    value_error = (value - target) ** 2
     if config.clip_value:
         change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
@@ -349,9 +348,9 @@ def shuffle(key, size: int) -> jax.Array:
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` updates all
-    seeds `updates_per_eval` times, then evaluates them. Metrics [D, updates, S] are NaN where
-    not measured. To sweep, vmap lr -> make_train, init_seed, train_seed in a "devices" pmap.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
+    `updates_per_eval` updates of all seeds and evaluates them. Unmeasured metrics [D, updates, S]
+    are NaN. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -393,7 +392,6 @@ def make_train(config: Config) -> tuple:
             value=value,
             reward=reward,
             terminated=terminated,
-            truncated=truncated,
             next_obs=next_obs,
             done=terminated | truncated,
             episode=runner.episode * ~runner.done + jnp.stack([reward, 1.0]),
@@ -434,7 +432,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Epochs until the KL exceeds its target. Returns state, metrics of the last."""
+        """Run epochs until the KL exceeds its target. Returns state, last epoch's metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -476,7 +474,7 @@ def make_train(config: Config) -> tuple:
 
     def train_seed(state):
         state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
-        # The absolute metric (Gorsane et al. 2022, arXiv 2209.10485) takes ten more rounds.
+        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
         rounds = jnp.where(state.update < config.num_updates, 1, 11)
         state = jax.lax.fori_loop(0, rounds, evaluate, state)
         eval_return = jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(state.eval_return)
@@ -493,7 +491,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write a file atomically, in the first process."""
+    """Write atomically, in the first process."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -558,7 +556,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # must come first
+        clear_backends()  # imports start JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -573,7 +571,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # unfinished
-    if jax.process_count() == 1:  # else pmap does
+    if jax.process_count() == 1:  # else on first call
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
@@ -593,7 +591,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: lower lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")

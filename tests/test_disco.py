@@ -825,6 +825,7 @@ def test_random_weights_are_truncated_and_scaled():
         ({"gamma": 1.5}, "gamma = 1.5"),
         ({"trace_lambda": -0.1}, "trace_lambda = -0.1"),
         ({"ema_decay": 1.1}, "ema_decay = 1.1"),
+        ({"ema_decay": 1.0}, "ema_decay = 1.0 must be >= 0, <= 0.9999"),
         ({"target_decay": float("inf")}, "target_decay = inf"),
         ({"max_update": 0.0}, "max_update = 0"),
         ({"ent_coef": -0.1}, "ent_coef = -0.1"),

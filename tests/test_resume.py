@@ -16,7 +16,7 @@ from conftest import ROOT, SCRIPTS, load_script, tiny
 from test_cli import content, flags, learned, read_checkpoint, read_rows, run
 
 ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu"}
-MANY = {"total_timesteps": 2400, "num_evals": 150}  # 150 updates, one a call
+CALLS = {"ppo_ff": 150}  # updates, one a call; 150 is enough for three kills, 50 for one
 SIBLINGS = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
     "disco": {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2},
@@ -24,12 +24,13 @@ SIBLINGS = {
 
 
 def config_of(script):
-    """A run of 150 calls, each of which takes milliseconds."""
-    module = load_script(script)
+    """A run of many calls, each of which takes milliseconds."""
+    module, calls = load_script(script), CALLS.get(script, 50)
+    length = {"total_timesteps": 16 * calls, "num_evals": calls}
     if script in SCRIPTS:
-        return tiny(module, **MANY)
+        return tiny(module, **length)
     sizes = {"hidden_size": 8, "eval_episodes": 4, "replay_batch": 4, "replay_size": 6}
-    sizes |= {"feature_size": 8, "model_size": 4, "branch_size": 4, **SIBLINGS[script], **MANY}
+    sizes |= {"feature_size": 8, "model_size": 4, "branch_size": 4, **SIBLINGS[script], **length}
     return module.Config(**{k: v for k, v in sizes.items() if k in vars(module.Config())})
 
 
@@ -136,7 +137,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_checkpoint(poisoned, kept,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "make_env", make_poisoned_env)
         code, _, _ = run(module, *flags(config), "--run-dir", path)
-    assert code == f"error: NaN or inf at update {poisoned}: lower lr"
+    assert code == f"error: NaN or inf at update {poisoned}: reduce lr"
     assert not (path / "summary.json").exists()
     rows = [int(row["update"]) for row in read_rows(path) if row["loss/total"]]
     assert max(rows, default=0) == poisoned - 1

@@ -9,6 +9,7 @@ import types
 
 import pytest
 from conftest import ROOT, SMALL, TINY, load_script
+from test_disco import SMALL as SMALL_DISCO
 
 PPO = ("ppo_ff", "ppo_continuous", "ppo_obs_norm", "ppo_rnn")
 FEED_FORWARD = ("ppo_ff", "ppo_continuous", "ppo_obs_norm")
@@ -262,13 +263,16 @@ def test_ruff_has_nothing_to_say(command):
 # ------------------------------------------ paste
 SMALL_ENV = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
-    "disco": {"weights": "random", "env_id": "Catch-5x5", "num_envs": 2, "replay_batch": 4},
+    "disco": {**SMALL_DISCO, "env_id": "Catch-5x5", "total_timesteps": 96, "num_evals": 3},
 }
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
-    """Its source without the last line trains in a namespace that knows of no file and no argv."""
+    """Its source without the last line trains in a namespace that knows of no file and no argv.
+
+    Other tests compile the same programs, which the cache then holds.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     notebook = types.ModuleType("notebook")
@@ -279,13 +283,13 @@ def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
 
     import jax
 
-    sizes = {**SMALL, **TINY.get(script, {}), **SMALL_ENV.get(script, {}), "num_evals": 1}
+    sizes = {**SMALL, **TINY.get(script, {}), **SMALL_ENV.get(script, {})}
     known = {k: v for k, v in sizes.items() if k in notebook.Config.__dataclass_fields__}
     config = notebook.Config(**known)
     init, train, *_ = notebook.make_train(config)
     state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
     state, metrics = train(state)
-    shape = (jax.local_device_count(), config.num_updates, 1)
+    shape = (jax.local_device_count(), config.updates_per_eval, 1)
     assert {value.shape for value in metrics.values()} == {shape}
     assert state.best is not None and bool((state.eval_return == state.best_return).all())
     assert list(tmp_path.iterdir()) == []
