@@ -11,12 +11,13 @@ import pytest
 from conftest import ROOT, SMALL, TINY, load_script
 from test_disco import SMALL as SMALL_DISCO
 
-PPO = ("ppo_ff", "ppo_continuous", "ppo_obs_norm", "ppo_rnn")
+PPO = ("ppo_ff", "ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_rnn")
 FEED_FORWARD = ("ppo_ff", "ppo_continuous", "ppo_obs_norm")
 SCRIPTS = (*PPO, "ippo", "disco")  # with a run part
 ALL = (*SCRIPTS, "disco_meta")
 BUDGETS = {  # characters and lines, everything included
     "ppo_ff": (27_000, 580),
+    "ppo_drift": (33_000, 700),
     "ppo_continuous": (30_000, 640),
     "ppo_obs_norm": (33_000, 700),
     "ppo_rnn": (33_000, 710),
@@ -26,6 +27,7 @@ BUDGETS = {  # characters and lines, everything included
 }
 RUN_PART = (7_000, 150)
 DIFFS = {  # parent, child: lines removed and added
+    ("ppo_ff", "ppo_drift"): 80,
     ("ppo_ff", "ppo_continuous"): 150,
     ("ppo_continuous", "ppo_obs_norm"): 120,
     ("ppo_ff", "ppo_rnn"): 260,
@@ -36,9 +38,10 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "compute_gae": (*PPO, "ippo"),
     "shuffle": (*PPO, "ippo"),
     "episode_stats": PPO,
-    "dense": FEED_FORWARD,  # ppo_rnn's takes a dtype
+    "dense": (*FEED_FORWARD, "ppo_drift"),  # ppo_rnn's takes a dtype
     "ppo_loss": FEED_FORWARD,
-    "RunnerState": ("ppo_ff", "ppo_continuous"),
+    "RunnerState": ("ppo_ff", "ppo_drift", "ppo_continuous"),
+    "ActorCritic": ("ppo_ff", "ppo_drift"),
 }
 BANNERS = ["config", "environment", "network", "rollout", "advantage", "loss", "train", "main"]
 

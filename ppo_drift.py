@@ -1,0 +1,628 @@
+"""PPO with a choice of drift: what keeps the new policy near the old one.
+
+The surrogate is ratio * advantage - drift (mirror learning: Kuba et al. 2022, arXiv 2201.02373);
+clipping, KL penalties, DPO and SPO differ in the drift alone. Otherwise ppo_ff.py: proximal policy
+optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage estimation
+(Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
+one XLA program. Deliberate deviations from the papers or most implementations:
+- a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
+  value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
+- advantages are normalized per minibatch, across all devices.
+
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
+
+    python ppo_drift.py --drift spo --num-seeds 5
+
+500 ± 0 on CartPole-v1: 340k steps/s, 19 s in all on two CPU cores.
+"""
+
+# /// script
+# dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro", "wandb"]
+# ///
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+# Works around an XLA:CPU deadlock with vmapped loops.
+os.environ.setdefault("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+import distrax
+import flax
+import flax.linen as nn
+import gymnax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+import tyro
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+from jax.extend.backend import clear_backends
+
+SCRIPT = "ppo_drift"
+
+
+# ----------------------------------------- config
+class ConfigError(Exception):
+    """Invalid input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """PPO with a choice of drift."""
+
+    # Environment
+    env_id: str = "CartPole-v1"  # gymnax environment
+    env_params: str = ""  # JSON object of environment parameters
+    total_timesteps: float = 5e5  # environment steps per seed (at most)
+    num_envs: int = 16  # parallel environments per seed, over all devices
+    num_steps: int = 128  # rollout length
+    # Algorithm
+    update_epochs: int = 2  # passes over each rollout
+    num_minibatches: int = 16  # minibatches per epoch
+    network: Literal["auto", "mlp"] = "auto"  # auto: a CNN for images, an MLP otherwise
+    hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 for a CNN
+    lr: float | None = None  # Adam learning rate; None: 2e-3, or 5e-3 for a CNN
+    anneal_lr: bool = True  # decay the learning rate linearly to zero
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # trace decay of GAE
+    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # see the loss
+    clip_eps: float = 0.2  # range of the probability ratio: clip, spo
+    kl_coef: float = 1.0  # coefficient of kl_penalty, first one of adaptive_kl
+    kl_target: float = 0.01  # KL that adaptive_kl aims at
+    clip_value: bool = False  # clip value changes to the same range
+    ent_coef: float = 0.01  # entropy bonus coefficient
+    vf_coef: float = 0.1  # value loss coefficient
+    max_grad_norm: float = 0.5  # clip gradients to this norm
+    target_kl: float | None = None  # no more epochs above this approximate KL
+    # Run
+    seed: int = 0  # random seed
+    num_seeds: int = 1  # seeds trained in parallel
+    num_evals: int = 10  # evaluations, each followed by a checkpoint
+    eval_episodes: int = 128  # full episodes per evaluation
+    eval_greedy: bool = False  # act greedily during evaluation
+    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    init_from: str = ""  # run folder: start from its first seed's best parameters
+    track: bool = False  # log to Weights & Biases
+    distributed: bool = False  # run on several hosts
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
+            high = 1 if name in ("gamma", "gae_lambda") else 1e18
+            if type(value) in (int, float) and not low <= value <= high:
+                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps per update, over all devices."""
+        return self.num_envs * self.num_steps
+
+    @property
+    def updates_per_eval(self) -> int:
+        return int(self.total_timesteps) // (self.batch_size * self.num_evals)
+
+    @property
+    def num_updates(self) -> int:
+        return self.updates_per_eval * self.num_evals
+
+
+# ------------------------------------ environment
+def make_env(config: Config) -> tuple:
+    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
+
+    Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
+    terminated, truncated, next_obs) and the number of actions. `step` resets after an episode:
+    `obs` then starts the next one, but `next_obs` is the true final observation.
+    """
+    if config.env_id not in gymnax.registered_envs:
+        nearest = difflib.get_close_matches(config.env_id, gymnax.registered_envs, cutoff=0)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
+    env, params = gymnax.make(config.env_id)
+    try:
+        params = params.replace(**json.loads(config.env_params or "{}"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
+    space = env.observation_space(params)
+    num_actions = getattr(env.action_space(params), "n", None)
+    if num_actions is None:
+        raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
+    dtype = bool if "MinAtar" in config.env_id else float  # bools: 25% faster
+    encode = lambda obs: (obs if space.shape else jnp.eye(space.n)[obs]).astype(dtype)
+
+    def reset(key):
+        obs, env_state = env.reset(key, params)
+        return encode(obs), env_state
+
+    def step(key, env_state, action):
+        outcome = env.step(key, env_state, action, params)
+        obs, env_state, reward, terminated, truncated, info = outcome
+        next_obs = encode(info["final_observation"])
+        return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
+
+    return reset, step, num_actions
+
+
+# ---------------------------------------- network
+def dense(features: int, scale: float) -> nn.Dense:
+    return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
+
+
+class ActorCritic(nn.Module):
+    """Actor and critic; they share the torso if it is a CNN."""
+
+    num_actions: int
+    hidden_size: int
+    is_cnn: bool
+
+    @nn.compact
+    def __call__(self, obs: jax.Array):
+        """One observation [...] -> policy, value []."""
+        actor = self.torso(obs)
+        critic = actor if self.is_cnn else self.torso(obs)
+        logits = dense(self.num_actions, 0.01)(actor)
+        value = dense(1, 1.0)(critic).squeeze(-1)
+        return distrax.Categorical(logits), value
+
+    def torso(self, obs: jax.Array) -> jax.Array:
+        """[...] -> [hidden_size]; each call makes new layers."""
+        if self.is_cnn:
+            # im2col: nn.Conv, but 6 times as fast on CPU.
+            h, w, _ = obs.shape
+            patches = [obs[i : h - 2 + i, j : w - 2 + j] for i in range(3) for j in range(3)]
+            x = nn.relu(dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1)))  # [h - 2, w - 2, 16]
+            x = dense(self.hidden_size, 2**0.5)(x.ravel())
+            return nn.relu(nn.LayerNorm(use_bias=False, use_scale=False)(x))
+        x = nn.tanh(dense(self.hidden_size, 2**0.5)(obs.ravel()))
+        return nn.tanh(dense(self.hidden_size, 2**0.5)(x))
+
+
+# ---------------------------------------- rollout
+class Transition(NamedTuple):
+    """One step of one environment."""
+
+    obs: jax.Array
+    action: jax.Array
+    log_prob: jax.Array
+    logits: jax.Array  # [A]
+    value: jax.Array
+    reward: jax.Array
+    terminated: jax.Array  # reached a terminal state
+    next_obs: jax.Array  # the true one, even at the end of an episode
+    done: jax.Array  # terminated or truncated
+    episode: jax.Array  # [2] return and length so far
+
+
+class RunnerState(NamedTuple):
+    """Rollout carry of one environment."""
+
+    key: jax.Array  # [2] raw, so that a checkpoint can hold it
+    env_state: Any
+    obs: jax.Array
+    done: jax.Array = np.bool(False)  # of the previous step
+    episode: jax.Array = np.zeros(2, np.float32)  # of the previous step
+
+
+class TrainState(NamedTuple):
+    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
+
+    key: jax.Array  # [2]
+    params: Any
+    opt_state: Any
+    runner: RunnerState  # [N]
+    best: Any  # parameters that scored best_return
+    kl_coef: jax.Array
+    update: jax.Array = np.int32(0)
+    eval_return: jax.Array = np.float32(np.nan)
+    best_return: jax.Array = np.float32(-np.inf)
+    absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
+
+
+def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
+    """Means over the episodes that ended in a rollout [T, N]; NaN if none did."""
+    count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
+    mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
+    return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
+
+
+# -------------------------------------- advantage
+def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
+
+    All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
+    terminated | truncated. Returns (advantage, target).
+    """
+    # Only a termination stops the bootstrap; either ending cuts the trace.
+    delta = reward + gamma * (1.0 - terminated) * next_value - value
+    decay = gamma * gae_lambda * (1.0 - done)
+
+    def step(advantage, x):
+        delta, decay = x
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
+    return advantage, advantage + value
+
+
+# ------------------------------------------- loss
+# Drifts of the ratio r [B] and the advantage A [B]; each is 0 at r = 1, as is its gradient.
+def clip_drift(ratio, advantage, eps):
+    """relu((r - clip(r, 1 - eps, 1 + eps)) A). r A minus it is the clipped surrogate, eq. 7."""
+    return nn.relu((ratio - jnp.clip(ratio, 1 - eps, 1 + eps)) * advantage)
+
+
+def dpo_drift(ratio, advantage, alpha=2.0, beta=0.6):
+    """Discovered policy optimization (Lu et al. 2022, arXiv 2210.05639).
+
+    A >= 0: relu((r - 1) A - alpha tanh((r - 1) A / alpha))
+    A < 0:  relu(log(r) A - beta tanh(log(r) A / beta))
+    """
+    better, worse = (ratio - 1) * advantage, jnp.log(ratio) * advantage
+    better = nn.relu(better - alpha * jnp.tanh(better / alpha))
+    worse = nn.relu(worse - beta * jnp.tanh(worse / beta))
+    return jnp.where(advantage >= 0, better, worse)
+
+
+def spo_drift(ratio, advantage, eps):
+    """|A| (r - 1)^2 / (2 eps). Simple policy optimization (Xie et al. 2024, arXiv 2401.16025)."""
+    return jnp.abs(advantage) * (ratio - 1) ** 2 / (2 * eps)
+
+
+def adapt_kl_coef(kl_coef, kl, kl_target):
+    """Halve or double the coefficient to keep the KL near its target (1707.06347, section 4)."""
+    kl_coef = jnp.where(kl < kl_target / 1.5, kl_coef / 2, kl_coef)
+    return jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
+
+
+def ppo_loss(params, kl_coef, apply_fn, batch: Transition, advantage, target, config: Config):
+    """Surrogate ratio * advantage - drift, value loss and entropy bonus (1707.06347, eq. 9).
+
+    All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
+    """
+    policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob
+    ratio = jnp.exp(log_ratio)
+    kl = distrax.Categorical(batch.logits).kl_divergence(policy)
+    if config.drift == "clip":
+        drift = clip_drift(ratio, advantage, config.clip_eps)
+    elif config.drift == "dpo":
+        drift = dpo_drift(ratio, advantage)
+    elif config.drift == "spo":
+        drift = spo_drift(ratio, advantage, config.clip_eps)
+    else:  # kl_coef KL(old | new), exact (1707.06347, eq. 8)
+        drift = kl_coef * kl
+    policy_loss = -(ratio * advantage - drift).mean()
+    value_error = (value - target) ** 2
+    if config.clip_value:
+        change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
+        value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
+    value_loss = 0.5 * value_error.mean()
+    entropy = policy.entropy().mean()
+    loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+    return loss, {
+        "loss/total": loss,
+        "loss/policy": policy_loss,
+        "loss/value": value_loss,
+        "policy/entropy": entropy,
+        "policy/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "policy/kl": kl.mean(),
+        "policy/kl_coef": kl_coef,
+        "policy/clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
+    }
+
+
+# ------------------------------------------ train
+def shuffle(key, size: int) -> jax.Array:
+    """A random permutation. Sorting packed (bits, row) beats argsort by 20%."""
+    row_bits = (size - 1).bit_length()
+    bits = jax.random.bits(key, (size,))
+    if row_bits > 16:  # leaves too few random bits
+        return jnp.argsort(bits)
+    return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
+
+
+def make_train(config: Config) -> tuple:
+    """Returns init, train, init_seed, train_seed. Raises ConfigError.
+
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
+    `updates_per_eval` updates of all seeds and evaluates them. Unmeasured metrics [D, updates, S]
+    are NaN. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
+    """
+    num_devices = jax.device_count()
+    num_envs = config.num_envs // num_devices  # N
+    num_samples = num_envs * config.num_steps
+    if config.num_envs % num_devices:
+        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
+    if num_samples % config.num_minibatches:
+        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
+    if config.updates_per_eval < 1:
+        raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
+    env_reset, env_step, num_actions = make_env(config)
+    obs, _ = jax.eval_shape(env_reset, jax.random.key(0))
+    is_cnn = len(obs.shape) == 3 and config.network == "auto"
+    network = ActorCritic(num_actions, config.hidden_size or (128 if is_cnn else 64), is_cnn)
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    pmean = lambda x: jax.lax.pmean(x, "devices")
+
+    def learning_rate(update):
+        lr = (5e-3 if is_cnn else 2e-3) if config.lr is None else config.lr
+        return jnp.float32(lr * (1 - config.anneal_lr * update / config.num_updates))
+
+    def optimizer(update):
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
+
+    def start_episode(key):
+        key, reset_key = jax.random.split(key)
+        obs, env_state = env_reset(reset_key)
+        return RunnerState(key, env_state, obs)
+
+    def step(params, runner, greedy=False):
+        """One step of one environment."""
+        key, action_key, step_key = jax.random.split(runner.key, 3)
+        policy, value = network.apply(params, runner.obs)
+        action = policy.mode() if greedy else policy.sample(seed=action_key)
+        outcome = env_step(step_key, runner.env_state, action)
+        obs, env_state, reward, terminated, truncated, next_obs = outcome
+        transition = Transition(
+            obs=runner.obs,
+            action=action,
+            log_prob=policy.log_prob(action),
+            logits=policy.logits,
+            value=value,
+            reward=reward,
+            terminated=terminated,
+            next_obs=next_obs,
+            done=terminated | truncated,
+            episode=runner.episode * ~runner.done + jnp.stack([reward, 1.0]),
+        )
+        return RunnerState(key, env_state, obs, transition.done, transition.episode), transition
+
+    def episode_return(params, key):
+        unfinished = lambda runner: ~runner.done
+        play = lambda runner: step(params, runner, config.eval_greedy)[0]
+        return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
+
+    def evaluate(i, state):
+        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        key, eval_key = jax.random.split(state.key)
+        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
+        params = optax.tree.where(i == 0, state.params, state.best)
+        result = pmean(jax.vmap(episode_return, (None, 0))(params, keys).mean())
+        improved = (i == 0) & (result > state.best_return)
+        return state._replace(
+            key=key,
+            best=optax.tree.where(improved, state.params, state.best),
+            eval_return=jnp.where(i == 0, result, state.eval_return),
+            best_return=jnp.where(improved, result, state.best_return),
+            absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
+        )
+
+    def update_minibatch(state, minibatch):
+        batch, advantage, target = minibatch  # [B, ...]
+        # Mean, variance and gradient span all devices.
+        advantage -= pmean(advantage.mean())
+        advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
+        loss_grad = jax.grad(ppo_loss, has_aux=True)
+        inputs = (network.apply, batch, advantage, target, config)
+        grads, metrics = loss_grad(state.params, state.kl_coef, *inputs)
+        grads, metrics = pmean((grads, metrics))
+        metrics["optim/grad_norm"] = optax.tree.norm(grads)
+        updates, opt_state = optimizer(state.update).update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+    def update_epochs(state, samples):
+        """Run epochs until the KL exceeds its target. Returns state, last epoch's metrics."""
+
+        def update_epoch(carry, key):
+            state, stop = carry
+            rows = shuffle(key, num_samples).reshape(config.num_minibatches, -1)
+            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+            updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
+            metrics = jax.tree.map(jnp.mean, metrics)
+            state = optax.tree.where(stop, state, updated)
+            return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, stop)
+
+        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        carry = (state._replace(key=keys[0]), jnp.bool(False))
+        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, keys[1:])
+        last = jnp.sum(~skipped) - 1
+        return state, jax.tree.map(lambda x: x[last], metrics)
+
+    def update_step(state, _):
+        step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)
+        runner, rollout = jax.lax.scan(step_envs, state.runner, None, config.num_steps)  # [T, N]
+        critic = lambda obs: network.apply(state.params, obs)[1]
+        next_value = jax.vmap(jax.vmap(critic))(rollout.next_obs)  # [T, N]
+        steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
+        advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
+        samples = (rollout._replace(next_obs=None), advantage, target)
+        samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), samples)  # [T * N, ...]
+        state, metrics = update_epochs(state, samples)
+        error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
+        metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
+        metrics["optim/lr"] = learning_rate(state.update)
+        if config.drift == "adaptive_kl":  # of the last epoch
+            kl_coef = adapt_kl_coef(state.kl_coef, metrics["policy/kl"], config.kl_target)
+            state = state._replace(kl_coef=kl_coef)
+        metrics |= episode_stats(rollout)
+        return state._replace(runner=runner, update=state.update + 1), metrics
+
+    def init_seed(key):
+        params_key, runner_key, key = jax.random.split(key, 3)
+        runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        # Environments differ between devices; the network must not.
+        params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
+        opt_state = optimizer(0).init(params)
+        return TrainState(key, params, opt_state, runner, params, jnp.float32(config.kl_coef))
+
+    def train_seed(state):
+        state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
+        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
+        rounds = jnp.where(state.update < config.num_updates, 1, 11)
+        state = jax.lax.fori_loop(0, rounds, evaluate, state)
+        eval_return = jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(state.eval_return)
+        return state, {**metrics, "eval/return": eval_return}
+
+    def init(key):
+        keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
+        # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
+        return jax.lax.map(init_seed, keys)
+
+    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
+    return jax.pmap(init, "devices"), train, init_seed, train_seed
+
+
+# ------------------------------------------- main
+def write(path: Path, content: bytes):
+    """Write atomically, in the first process."""
+    if jax.process_index() == 0:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+
+def open_run(config: Config) -> tuple[Path, dict]:
+    """The run folder and its config.json. Raises ConfigError."""
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
+    run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
+    path = run_dir / "config.json"
+    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
+    about["updates_per_eval"] = config.updates_per_eval  # must not change
+    stored = json.loads(path.read_text()) if path.exists() else about
+    may_differ = ["run_dir", "init_from", "track", "distributed"]
+    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option not in may_differ and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
+    about["device"] = jax.devices()[0].device_kind
+    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(about, indent=2).encode())
+    return run_dir, about
+
+
+def restore(state, config: Config, run_dir: Path):
+    """The last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
+    state = process_allgather(state, tiled=True)
+    path = run_dir / "checkpoint.msgpack"
+    try:
+        if path.exists():
+            state = flax.serialization.from_bytes(state, path.read_bytes())
+        elif config.init_from and jax.process_index() == 0:
+            path = Path(config.init_from, path.name)
+            best = flax.serialization.from_bytes(state, path.read_bytes()).best
+            copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
+            state = state._replace(params=jax.tree.map(copy, best, state.params))
+    except Exception as error:
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
+    return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
+
+
+def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
+    """Write metrics [updates, S], starting at update `first`."""
+    header = ",".join(["update", "seed", "env_steps", *metrics])
+    lines = path.read_text().splitlines() if path.exists() else [header]
+    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
+    for i, seed in np.ndindex(metrics["eval/return"].shape):
+        env_steps = (first + i) * config.batch_size
+        row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
+        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        lines.append(",".join(map(str, cells)))
+        if run:
+            suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
+            run.log({name + suffix: x for name, x in row.items()}, step=env_steps)
+    write(path, "\n".join([*lines, ""]).encode())
+
+
+def main(config: Config) -> dict:
+    """Train, or continue the run in `run_dir`. Returns its summary."""
+    if config.distributed:
+        clear_backends()  # imports start JAX
+        jax.distributed.initialize()
+    is_first = jax.process_index() == 0
+    start = time.perf_counter()
+    init, train, *_ = make_train(config)
+    run_dir, about = open_run(config)
+    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
+    keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
+    saved = state = restore(init(keys), config, run_dir)
+    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
+    path = run_dir / "summary.json"
+    if path.exists() and not calls:
+        return json.loads(path.read_text())
+    path.unlink(missing_ok=True)  # unfinished
+    if jax.process_count() == 1:  # else on first call
+        train = train.lower(state).compile()
+    compile_seconds = time.perf_counter() - start
+    train_seconds = 0.0
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    run = None
+    if config.track and is_first:
+        import wandb
+
+        run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
+    for first in bar:
+        start = time.perf_counter()
+        state, metrics = train(state)
+        metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
+        seconds = time.perf_counter() - start
+        train_seconds += seconds
+        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
+        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
+        finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
+        if not finite.all():
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
+        saved = process_allgather(state, tiled=True)
+        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
+        bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
+    returns = saved.eval_return[0]
+    summary = about | {
+        "env_steps": int(saved.update.max()) * config.batch_size,
+        "eval_return_mean": float(returns.mean()),
+        "eval_return_std": float(returns.std()),
+        "eval_return_per_seed": returns.tolist(),
+        "best_eval_return_mean": float(saved.best_return.mean()),
+        "absolute_return_mean": float(saved.absolute_return.mean()),
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "steps_per_second": len(calls) * call_steps / max(train_seconds, 1e-9),
+    }
+    write(path, json.dumps(summary, indent=2).encode())
+    if run:
+        run.summary.update(summary)
+        run.finish()
+    if is_first:
+        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
+    return summary
+
+
+def cli():
+    """The command line. Bad input exits with code 2."""
+    try:
+        config = tyro.cli(Config)
+        path = Path(config.run_dir, "config.json")
+        if config.run_dir and path.exists():
+            stored = {k: v for k, v in json.loads(path.read_text()).items() if k in vars(config)}
+            config = tyro.cli(Config, default=Config(**stored))
+        main(config)
+    except (ConfigError, OSError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: continue with --run-dir FOLDER")
+
+
+if __name__ == "__main__": cli()  # fmt: skip
