@@ -74,7 +74,7 @@ class Config:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # see the loss
-    clip_eps: float = 0.2  # range of the probability ratio: clip, spo
+    clip_eps: float = 0.2  # clipping range of the probability ratio
     kl_coef: float = 1.0  # coefficient of kl_penalty, first one of adaptive_kl
     kl_target: float = 0.01  # KL that adaptive_kl aims at
     clip_value: bool = False  # clip value changes to the same range
