@@ -90,6 +90,13 @@ def brax(name: str, threshold: float) -> Task:
     return Task(f"brax/{name}", threshold, 3, dict.fromkeys(NORMALIZED, options))
 
 
+def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Task:
+    names = ("clip", "kl_penalty", "adaptive_kl", "dpo", "spo")
+    options = f"--env-id {env_id} {options}"
+    systems = {f"ppo_drift {name}": f"{options} --drift {name}" for name in names}
+    return Task(env_id, threshold, 5, systems)
+
+
 NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 SPREAD = "--env-id MPE_simple_spread_v3"
@@ -109,6 +116,11 @@ SECTIONS = {
         minatar("Asterix", 2),
         minatar("SpaceInvaders", 70),
         minatar("Freeway", 28),
+    ],
+    "Drifts": [
+        drifts("CartPole-v1", 475),
+        drifts("Acrobot-v1", -100),
+        drifts("Breakout-MinAtar", 20, MINATAR),
     ],
     "MiniGrid": [
         Task(
