@@ -1,0 +1,704 @@
+"""RL^2: recurrent PPO whose memory learns a task within a trial, on XLand-MiniGrid environments.
+
+Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
+A trial is a number of episodes of one task. The agent is not told the task: its memory, cleared
+only between trials, must carry what earlier episodes taught. For PPO, the trial is the episode:
+- the end of an inner episode, by goal or time limit, is a step like others: its return goes on, and
+  it bootstraps from the value of the next episode's first observation, with the memory so far;
+- the trial's end is a termination, since the number of episodes is fixed.
+
+Tasks are the rulesets of a benchmark, or else the layouts of the environment. Evaluation plays
+trials of tasks that training never draws. Otherwise ppo_rnn.py.
+
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K episodes of a
+trial.
+
+    python ppo_meta.py --num-seeds 3
+"""
+
+# /// script
+# dependencies = ["distrax", "flax<0.13", "jax<0.12", "tqdm", "tyro", "wandb", "xminigrid>=0.9.3"]
+# ///
+
+import dataclasses
+import difflib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Works around an XLA:CPU deadlock with vmapped loops.
+os.environ.setdefault("XLA_FLAGS", "")
+os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+
+import distrax
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tqdm
+import tyro
+import xminigrid
+from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
+from jax.extend.backend import clear_backends
+
+SCRIPT = "ppo_meta"
+
+
+# ----------------------------------------- config
+class ConfigError(Exception):
+    """Invalid input."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments."""
+
+    # Environment
+    env_id: str = "MiniGrid-DoorKey-5x5"  # xminigrid environment
+    env_params: str = ""  # JSON object of environment parameters
+    benchmark_id: str = ""  # benchmark of rulesets, or its file; empty: tasks are layouts
+    trial_episodes: int = 4  # episodes of one task
+    eval_fraction: float = 0.1  # part of the tasks that is for evaluation only
+    img_obs: bool = False  # observe pixels instead of symbols
+    total_timesteps: float = 3e6  # environment steps per seed (at most)
+    num_envs: int = 256  # parallel environments per seed, over all devices
+    num_steps: int | None = None  # rollout length; None: 64, or 16 if num_envs > 1024
+    # Algorithm
+    update_epochs: int = 1  # passes over each rollout
+    num_minibatches: int = 16  # minibatches per epoch
+    embedding_size: int = 8  # features per tile
+    conv_size: int = 8  # channels of the first convolution, then doubled twice
+    hidden_size: int = 64  # units of the GRU
+    head_size: int = 64  # width of the actor's and the critic's hidden layer
+    memory: bool = True  # --no-memory forgets at every step, as an ablation
+    reset_memory: bool = False  # forget after every episode, as an ablation
+    bf16: bool = False  # compute the network in bfloat16; parameters stay float32
+    lr: float = 1e-3  # Adam learning rate
+    anneal_lr: bool = True  # decay the learning rate linearly to zero
+    gamma: float = 0.99  # discount factor
+    gae_lambda: float = 0.95  # trace decay of GAE
+    clip_eps: float = 0.2  # clipping range of the probability ratio
+    clip_value: bool = False  # clip value changes to the same range
+    ent_coef: float = 0.01  # entropy bonus coefficient
+    vf_coef: float = 0.5  # value loss coefficient
+    max_grad_norm: float = 0.5  # clip gradients to this norm
+    target_kl: float | None = None  # no more epochs above this approximate KL
+    # Run
+    seed: int = 0  # random seed
+    num_seeds: int = 1  # seeds trained in parallel
+    num_evals: int = 10  # evaluations, each followed by a checkpoint
+    eval_episodes: int = 128  # full trials per evaluation
+    eval_greedy: bool = False  # act greedily during evaluation
+    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    init_from: str = ""  # run folder: start from its first seed's best parameters
+    track: bool = False  # log to Weights & Biases
+    distributed: bool = False  # run on several hosts
+
+    def __post_init__(self):
+        for name, value in vars(self).items():
+            low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
+            high = 1 if name in ("gamma", "gae_lambda", "eval_fraction") else 1e18
+            if type(value) in (int, float) and not low <= value <= high:
+                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
+
+    @property
+    def batch_size(self) -> int:
+        """Environment steps per update, over all devices."""
+        return self.num_envs * (self.num_steps or (64 if self.num_envs <= 1024 else 16))
+
+    @property
+    def updates_per_eval(self) -> int:
+        return int(self.total_timesteps) // (self.batch_size * self.num_evals)
+
+    @property
+    def num_updates(self) -> int:
+        return self.updates_per_eval * self.num_evals
+
+
+# ------------------------------------ environment
+class Observation(NamedTuple):
+    grid: jax.Array  # [V, V, 2] uint8, tile and color in view
+    direction: jax.Array  # [] of the agent, 0 to 3
+    prev_action: jax.Array  # [] -1 at the start of a trial
+    prev_reward: jax.Array  # [] 0 at the start of a trial
+    new_episode: jax.Array  # [] the previous step ended an episode of the trial
+
+
+class EnvState(NamedTuple):
+    timestep: Any  # of xminigrid
+    task: jax.Array  # [] of the trial
+    episode: jax.Array  # [] of the trial, from 0
+
+
+def load_tasks(config: Config, env, params) -> tuple:
+    """Returns start(key, task) -> timestep and the number of tasks. Raises ConfigError."""
+    if not config.benchmark_id:  # a task is a layout, whose number is the key
+        return lambda key, task: env.reset(params, jax.random.PRNGKey(task)), 2**16
+    if not hasattr(params, "ruleset"):
+        raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
+    try:
+        is_file = Path(config.benchmark_id).exists()
+        load = (
+            xminigrid.benchmarks.load_benchmark_from_path if is_file else xminigrid.load_benchmark
+        )
+        benchmark = load(config.benchmark_id)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
+    params_of = lambda task: params.replace(ruleset=benchmark.get_ruleset(task))
+    return lambda key, task: env.reset(params_of(task), key), benchmark.num_rulesets()
+
+
+def make_env(config: Config) -> tuple:
+    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
+
+    Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
+    env_state, reward, done) and the number of actions. `step` starts the next episode of a trial,
+    and after the last one, where done is True, a trial of a new training task.
+    """
+    names = xminigrid.registered_environments()
+    if config.env_id not in names:
+        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
+    env, params = xminigrid.make(config.env_id)
+    try:
+        params = params.replace(**json.loads(config.env_params or "{}"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
+    start, num_tasks = load_tasks(config, env, params)
+    num_tests = round(num_tasks * config.eval_fraction)
+    if not 0 < num_tests < num_tasks:
+        raise ConfigError(f"eval_fraction leaves {num_tests} of {num_tasks} tasks for evaluation")
+    tasks = jax.random.permutation(jax.random.key(0), num_tasks)  # one split for all seeds
+    num_actions = env.num_actions(params)
+
+    def draw_task(key, is_test):
+        low, high = (0, num_tests) if is_test else (num_tests, num_tasks)
+        return tasks[jax.random.randint(key, (), low, high)]
+
+    def observe(timestep, action, reward, new_episode):
+        direction = timestep.state.agent.direction
+        return Observation(timestep.observation, direction, action, reward, new_episode)
+
+    def reset(key, is_test=False):
+        task_key, reset_key = jax.random.split(key)
+        task = draw_task(task_key, is_test)
+        timestep = start(reset_key, task)
+        obs = observe(timestep, jnp.int32(-1), jnp.float32(0), jnp.bool(False))
+        return obs, EnvState(timestep, task, jnp.int32(0))
+
+    def step(key, env_state, action):
+        task_key, reset_key = jax.random.split(key)
+        timestep = env.step(params, env_state.timestep, action)  # uses its own ruleset
+        reward, ended = timestep.reward, timestep.last()
+        episode = env_state.episode + ended
+        done = episode == config.trial_episodes
+        task = jnp.where(done, draw_task(task_key, False), env_state.task)
+        timestep = optax.tree.where(ended, start(reset_key, task), timestep)
+        prev_action, prev_reward = jnp.where(done, -1, action), jnp.where(done, 0, reward)
+        obs = observe(timestep, prev_action, prev_reward, ended & ~done)
+        return obs, EnvState(timestep, task, jnp.where(done, 0, episode)), reward, done
+
+    return reset, step, num_actions
+
+
+# ---------------------------------------- network
+def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
+    return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale), dtype=dtype)
+
+
+class GRU(nn.Module):
+    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), nn.GRUCell but for its init."""
+
+    hidden_size: int
+    dtype: Any
+
+    @nn.compact
+    def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
+        """x [T, F], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
+        size = self.hidden_size
+        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, 3 H], all steps in one product
+        kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size))
+        bias = self.param("bias", nn.initializers.zeros, (size,))
+        kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
+
+        def step(hidden, x):
+            inputs, clear = x
+            hidden = jnp.where(clear, 0, hidden)
+            reset_x, update_x, new_x = jnp.split(inputs, 3)
+            reset_h, update_h, new_h = jnp.split(hidden @ kernel, 3)
+            update = nn.sigmoid(update_x + update_h)
+            new = jnp.tanh(new_x + nn.sigmoid(reset_x + reset_h) * (new_h + bias))
+            hidden = (1 - update) * new + update * hidden
+            return hidden, hidden
+
+        return jax.lax.scan(step, hidden, (inputs, reset))[1]
+
+
+class ActorCritic(nn.Module):
+    """Actor and critic that share the encoder and the memory."""
+
+    num_actions: int
+    config: Config
+
+    @nn.compact
+    def __call__(self, obs: Observation, hidden: jax.Array, reset: jax.Array):
+        """obs [T, ...], hidden [H], reset [T] -> policy, value and hidden of all T steps."""
+        config = self.config
+        dtype = jnp.bfloat16 if config.bf16 else jnp.float32
+        if config.img_obs:
+            x = self.embed_pixels(obs.grid, dtype)
+        else:  # one-hot product: its gradient is a product too, not a scatter
+            tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
+            color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
+            embed = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)
+            x = embed(jnp.concatenate([tile, color], axis=-1))  # [T, V, V, embedding_size]
+        for k in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
+            size = x.shape[1] - 1  # im2col: a VALID 2 x 2 nn.Conv, faster on CPU
+            patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]
+            x = nn.relu(dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1)))
+        direction = jax.nn.one_hot(obs.direction, 4)
+        prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
+        features = [x.reshape(len(x), -1), direction, prev_action, obs.prev_reward[:, None]]
+        x = jnp.concatenate([*features, obs.new_episode[:, None]], axis=-1)  # [T, F]
+        reset |= (obs.new_episode & config.reset_memory) | (not config.memory)
+        hidden = GRU(config.hidden_size, dtype)(x, hidden, reset)  # [T, H]
+        actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
+        critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
+        logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)
+        value = dense(1, 1.0, dtype)(critic).astype(jnp.float32).squeeze(-1)
+        return distrax.Categorical(logits), value, hidden.astype(jnp.float32)
+
+    def one_step(self, obs: Observation, hidden: jax.Array, reset: jax.Array):
+        obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
+        return jax.tree.map(lambda x: x[0], self(obs, hidden, reset))
+
+    def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
+        """Render here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
+        with jax.ensure_compile_time_eval():  # the import computes tile images
+            from xminigrid.experimental.img_obs import _render_obs
+
+        x = jax.vmap(_render_obs)(grid) / 255  # [T, 32 V, 32 V, 3]
+        for features, stride in ((16, 8), (self.config.embedding_size, 4)):
+            size = x.shape[1] // stride
+            x = x.reshape(len(x), size, stride, size, stride, -1).swapaxes(2, 3)
+            x = nn.relu(dense(features, 2**0.5, dtype)(x.reshape(len(x), size, size, -1)))
+        return x
+
+
+# ---------------------------------------- rollout
+class Transition(NamedTuple):
+    """One step of one environment."""
+
+    obs: Observation
+    reset: jax.Array  # clear memory before reading obs
+    hidden: jax.Array  # [H] before reading obs
+    action: jax.Array
+    log_prob: jax.Array
+    value: jax.Array
+    reward: jax.Array
+    done: jax.Array  # ended the trial
+    episode: jax.Array  # [2 + K] of the trial so far; see `step`
+
+
+class RunnerState(NamedTuple):
+    """Rollout carry of one environment."""
+
+    key: jax.Array  # [2] raw, so that a checkpoint can hold it
+    env_state: Any
+    obs: Observation
+    hidden: jax.Array  # [H] before reading obs
+    done: jax.Array = np.bool(False)  # of the previous step
+    episode: jax.Array = np.float32(0)  # of the previous step
+
+
+class TrainState(NamedTuple):
+    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
+
+    key: jax.Array  # [2]
+    params: Any
+    opt_state: Any
+    runner: RunnerState  # [N]
+    best: Any  # parameters that scored best_return
+    update: jax.Array = np.int32(0)
+    eval_return: jax.Array = np.float32(np.nan)  # mean of the episodes of a trial
+    eval_episodes: jax.Array = np.float32(np.nan)  # [K] return of each
+    best_return: jax.Array = np.float32(-np.inf)
+    absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
+
+
+def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
+    """Means over the episodes of trials that ended in a rollout [T, N]; NaN if none did."""
+    count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
+    mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
+    return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
+
+
+# -------------------------------------- advantage
+def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
+
+    All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
+    terminated | truncated. Returns (advantage, target).
+    """
+    # Only a termination stops the bootstrap; either ending cuts the trace.
+    delta = reward + gamma * (1.0 - terminated) * next_value - value
+    decay = gamma * gae_lambda * (1.0 - done)
+
+    def step(advantage, x):
+        delta, decay = x
+        advantage = delta + decay * advantage
+        return advantage, advantage
+
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
+    return advantage, advantage + value
+
+
+# ------------------------------------------- loss
+def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
+    """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
+
+    All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
+    """
+    inputs = (batch.obs, batch.hidden[:, 0], batch.reset)  # [B, T, ...], [B, H], [B, T]
+    policy, value, _ = jax.vmap(apply_fn, (None, 0, 0, 0))(params, *inputs)
+    log_ratio = policy.log_prob(batch.action) - batch.log_prob
+    ratio = jnp.exp(log_ratio)
+    clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
+    policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+    value_error = (value - target) ** 2
+    if config.clip_value:
+        change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
+        value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
+    value_loss = 0.5 * value_error.mean()
+    entropy = policy.entropy().mean()
+    loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+    return loss, {
+        "loss/total": loss,
+        "loss/policy": policy_loss,
+        "loss/value": value_loss,
+        "policy/entropy": entropy,
+        "policy/approx_kl": (ratio - 1 - log_ratio).mean(),  # http://joschu.net/blog/kl-approx.html
+        "policy/clip_fraction": (jnp.abs(ratio - 1) > config.clip_eps).mean(),
+    }
+
+
+# ------------------------------------------ train
+def shuffle(key, size: int) -> jax.Array:
+    """A random permutation. Sorting packed (bits, row) beats argsort by 20%."""
+    row_bits = (size - 1).bit_length()
+    bits = jax.random.bits(key, (size,))
+    if row_bits > 16:  # leaves too few random bits
+        return jnp.argsort(bits)
+    return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
+
+
+def make_train(config: Config) -> tuple:
+    """Returns init, train, init_seed, train_seed. Raises ConfigError.
+
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
+    `updates_per_eval` updates of all seeds and evaluates them. Unmeasured metrics [D, updates, S]
+    are NaN. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
+    """
+    num_devices = jax.device_count()
+    num_envs = config.num_envs // num_devices  # N
+    num_steps = config.batch_size // config.num_envs  # T
+    num_samples = num_envs  # sequences of T steps
+    if config.num_envs % num_devices:
+        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
+    if num_samples % config.num_minibatches:
+        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
+    if config.updates_per_eval < 1:
+        raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
+    env_reset, env_step, num_actions = make_env(config)
+    network = ActorCritic(num_actions, config)
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    pmean = lambda x: jax.lax.pmean(x, "devices")
+
+    def learning_rate(update):
+        return jnp.float32(config.lr * (1 - config.anneal_lr * update / config.num_updates))
+
+    def optimizer(update):
+        clip = optax.clip_by_global_norm(config.max_grad_norm)
+        return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
+
+    def start_trial(key, is_test=False):
+        key, reset_key = jax.random.split(key)
+        obs, env_state = env_reset(reset_key, is_test)
+        hidden, episode = jnp.zeros(config.hidden_size), jnp.zeros(2 + config.trial_episodes)
+        return RunnerState(key, env_state, obs, hidden, episode=episode)
+
+    def infer(params, runner):
+        return network.apply(params, runner.obs, runner.hidden, runner.done, method="one_step")
+
+    def step(params, runner, greedy=False):
+        """One step of one environment."""
+        key, action_key, step_key = jax.random.split(runner.key, 3)
+        policy, value, hidden = infer(params, runner)
+        action = policy.mode() if greedy else policy.sample(seed=action_key)
+        obs, env_state, reward, done = env_step(step_key, runner.env_state, action)
+        # Mean return and length of an episode, and the return of each.
+        returns = reward * jax.nn.one_hot(runner.env_state.episode, config.trial_episodes)
+        episode = jnp.append(jnp.stack([reward, 1.0]) / config.trial_episodes, returns)
+        transition = Transition(
+            obs=runner.obs,
+            reset=runner.done,
+            hidden=runner.hidden,
+            action=action,
+            log_prob=policy.log_prob(action),
+            value=value,
+            reward=reward,
+            done=done,
+            episode=runner.episode * ~runner.done + episode,
+        )
+        runner = RunnerState(key, env_state, obs, hidden, done, transition.episode)
+        return runner, transition
+
+    def trial_returns(params, key):
+        """[K]"""
+        unfinished = lambda runner: ~runner.done
+        play = lambda runner: step(params, runner, config.eval_greedy)[0]
+        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).episode[2:]
+
+    def evaluate(i, state):
+        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        key, eval_key = jax.random.split(state.key)
+        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
+        params = optax.tree.where(i == 0, state.params, state.best)
+        returns = pmean(jax.vmap(trial_returns, (None, 0))(params, keys).mean(0))  # [K]
+        result = returns.mean()
+        improved = (i == 0) & (result > state.best_return)
+        return state._replace(
+            key=key,
+            best=optax.tree.where(improved, state.params, state.best),
+            eval_return=jnp.where(i == 0, result, state.eval_return),
+            eval_episodes=jnp.where(i == 0, returns, state.eval_episodes),
+            best_return=jnp.where(improved, result, state.best_return),
+            absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
+        )
+
+    def update_minibatch(state, minibatch):
+        batch, advantage, target = minibatch  # [B, ...]
+        # Mean, variance and gradient span all devices.
+        advantage -= pmean(advantage.mean())
+        advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
+        loss_grad = jax.grad(ppo_loss, has_aux=True)
+        grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
+        grads, metrics = pmean((grads, metrics))
+        metrics["optim/grad_norm"] = optax.tree.norm(grads)
+        updates, opt_state = optimizer(state.update).update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(params=params, opt_state=opt_state), metrics
+
+    def update_epochs(state, samples):
+        """Run epochs until the KL exceeds its target. Returns state, last epoch's metrics."""
+
+        def update_epoch(carry, key):
+            state, stop = carry
+            rows = shuffle(key, num_samples).reshape(config.num_minibatches, -1)
+            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+            updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
+            metrics = jax.tree.map(jnp.mean, metrics)
+            state = optax.tree.where(stop, state, updated)
+            return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, stop)
+
+        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        carry = (state._replace(key=keys[0]), jnp.bool(False))
+        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, keys[1:])
+        last = jnp.sum(~skipped) - 1
+        return state, jax.tree.map(lambda x: x[last], metrics)
+
+    def update_step(state, _):
+        step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)
+        runner, rollout = jax.lax.scan(step_envs, state.runner, None, num_steps)  # [T, N]
+        last_value = jax.vmap(infer, (None, 0))(state.params, runner)[1]  # [N]
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
+        steps = (rollout.reward, rollout.value, next_value, rollout.done, rollout.done)
+        advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
+        samples = (rollout._replace(hidden=rollout.hidden[:1]), advantage, target)  # hidden: t=0
+        samples = jax.tree.map(lambda x: x.swapaxes(0, 1), samples)  # [N, T, ...]
+        state, metrics = update_epochs(state, samples)
+        error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
+        metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
+        metrics["optim/lr"] = learning_rate(state.update)
+        metrics |= episode_stats(rollout)
+        return state._replace(runner=runner, update=state.update + 1), metrics
+
+    def init_seed(key):
+        params_key, runner_key, key = jax.random.split(key, 3)
+        runner = jax.vmap(start_trial)(jax.random.split(runner_key, num_envs))
+        # Environments differ between devices; the network must not.
+        params_key = jax.lax.all_gather(params_key, "devices")[0]
+        params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # N acts as T
+        no_returns = jnp.full(config.trial_episodes, jnp.nan)
+        state = TrainState(key, params, optimizer(0).init(params), runner, best=params)
+        return state._replace(eval_episodes=no_returns)
+
+    def train_seed(state):
+        state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
+        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
+        rounds = jnp.where(state.update < config.num_updates, 1, 11)
+        state = jax.lax.fori_loop(0, rounds, evaluate, state)
+        at_end = lambda x: jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(x)
+        metrics["eval/return"] = at_end(state.eval_return)
+        for k in range(config.trial_episodes):
+            metrics[f"eval/return/episode_{k + 1}"] = at_end(state.eval_episodes[k])
+        return state, metrics
+
+    def init(key):
+        keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
+        # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
+        return jax.lax.map(init_seed, keys)
+
+    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
+    return jax.pmap(init, "devices"), train, init_seed, train_seed
+
+
+# ------------------------------------------- main
+def write(path: Path, content: bytes):
+    """Write atomically, in the first process."""
+    if jax.process_index() == 0:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_bytes(content)
+        temporary.replace(path)
+
+
+def open_run(config: Config) -> tuple[Path, dict]:
+    """The run folder and its config.json. Raises ConfigError."""
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
+    run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
+    path = run_dir / "config.json"
+    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
+    about["updates_per_eval"] = config.updates_per_eval  # must not change
+    stored = json.loads(path.read_text()) if path.exists() else about
+    may_differ = ["run_dir", "init_from", "track", "distributed"]
+    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
+    for option, new in about.items():
+        old = stored.get(option)
+        if new != old and option not in may_differ and not (option in may_grow and new > old):
+            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
+    about["device"] = jax.devices()[0].device_kind
+    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write(path, json.dumps(about, indent=2).encode())
+    return run_dir, about
+
+
+def restore(state, config: Config, run_dir: Path):
+    """The last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
+    state = process_allgather(state, tiled=True)
+    path = run_dir / "checkpoint.msgpack"
+    try:
+        if path.exists():
+            state = flax.serialization.from_bytes(state, path.read_bytes())
+        elif config.init_from and jax.process_index() == 0:
+            path = Path(config.init_from, path.name)
+            best = flax.serialization.from_bytes(state, path.read_bytes()).best
+            copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
+            state = state._replace(params=jax.tree.map(copy, best, state.params))
+    except Exception as error:
+        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+    state = broadcast_one_to_all(state)  # no shared folder needed
+    return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
+
+
+def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
+    """Write metrics [updates, S], starting at update `first`."""
+    header = ",".join(["update", "seed", "env_steps", *metrics])
+    lines = path.read_text().splitlines() if path.exists() else [header]
+    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
+    for i, seed in np.ndindex(metrics["eval/return"].shape):
+        env_steps = (first + i) * config.batch_size
+        row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
+        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
+        lines.append(",".join(map(str, cells)))
+        if run:
+            suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
+            run.log({name + suffix: x for name, x in row.items()}, step=env_steps)
+    write(path, "\n".join([*lines, ""]).encode())
+
+
+def main(config: Config) -> dict:
+    """Train, or continue the run in `run_dir`. Returns its summary."""
+    if config.distributed:
+        clear_backends()  # imports start JAX
+        jax.distributed.initialize()
+    is_first = jax.process_index() == 0
+    start = time.perf_counter()
+    init, train, *_ = make_train(config)
+    run_dir, about = open_run(config)
+    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
+    keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
+    saved = state = restore(init(keys), config, run_dir)
+    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
+    path = run_dir / "summary.json"
+    if path.exists() and not calls:
+        return json.loads(path.read_text())
+    path.unlink(missing_ok=True)  # unfinished
+    if jax.process_count() == 1:  # else on first call
+        train = train.lower(state).compile()
+    compile_seconds = time.perf_counter() - start
+    train_seconds = 0.0
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    run = None
+    if config.track and is_first:
+        import wandb
+
+        run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
+    for first in bar:
+        start = time.perf_counter()
+        state, metrics = train(state)
+        metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
+        seconds = time.perf_counter() - start
+        train_seconds += seconds
+        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
+        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
+        finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
+        if not finite.all():
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
+        saved = process_allgather(state, tiled=True)
+        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
+        bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
+    returns = saved.eval_return[0]
+    summary = about | {
+        "env_steps": int(saved.update.max()) * config.batch_size,
+        "eval_return_mean": float(returns.mean()),
+        "eval_return_std": float(returns.std()),
+        "eval_return_per_seed": returns.tolist(),
+        "best_eval_return_mean": float(saved.best_return.mean()),
+        "absolute_return_mean": float(saved.absolute_return.mean()),
+        "compile_seconds": compile_seconds,
+        "train_seconds": train_seconds,
+        "steps_per_second": len(calls) * call_steps / max(train_seconds, 1e-9),
+    }
+    write(path, json.dumps(summary, indent=2).encode())
+    if run:
+        run.summary.update(summary)
+        run.finish()
+    if is_first:
+        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
+    return summary
+
+
+def cli():
+    """The command line. Bad input exits with code 2."""
+    try:
+        config = tyro.cli(Config)
+        path = Path(config.run_dir, "config.json")
+        if config.run_dir and path.exists():
+            stored = {k: v for k, v in json.loads(path.read_text()).items() if k in vars(config)}
+            config = tyro.cli(Config, default=Config(**stored))
+        main(config)
+    except (ConfigError, OSError, json.JSONDecodeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit("interrupted: continue with --run-dir FOLDER")
+
+
+if __name__ == "__main__": cli()  # fmt: skip
