@@ -1,0 +1,271 @@
+"""Trials, tasks and memory of ppo_meta.py, and the tasks of benchmarks/make_rulesets.py."""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import xminigrid
+from conftest import ROOT, load_script, tiny
+from test_cli import flags, learned, run
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import make_rulesets  # noqa: E402
+
+module = load_script("ppo_meta")
+KEYS = jax.random.split(jax.random.key(0), jax.local_device_count())
+SHORT = {"env_params": '{"max_steps": 5}', "trial_episodes": 3}
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory):
+    """12 tasks: one of two balls of four colors pays."""
+    path = tmp_path_factory.mktemp("tasks") / "objects.bz2"
+    tasks = make_rulesets.make_rulesets(["ball"], 4, 2, 10_000, 0)
+    make_rulesets.save_bz2_pickle(tasks, str(path))
+    return str(path)
+
+
+# ---------------------------------------- trials
+def random_steps(config, num_steps=60, num_envs=16):
+    """Random play [T, N]: what `step` reads and what it returns."""
+    reset, step, num_actions = module.make_env(config)
+
+    def play(carry, key):
+        obs, env_state = carry
+        action_key, step_key = jax.random.split(key)
+        action = jax.random.randint(action_key, (num_envs,), 0, num_actions)
+        next_obs, after, reward, done = jax.vmap(step)(
+            jax.random.split(step_key, num_envs), env_state, action
+        )
+        return (next_obs, after), (obs, env_state, action, next_obs, after, reward, done)
+
+    @jax.jit
+    def run():
+        first = jax.vmap(reset)(jax.random.split(jax.random.PRNGKey(1), num_envs))
+        return jax.lax.scan(play, first, jax.random.split(jax.random.PRNGKey(2), num_steps))[1]
+
+    return jax.tree.map(np.array, run())
+
+
+@pytest.mark.parametrize("kind", ["layouts", "rulesets"])
+def test_a_trial_is_so_many_episodes_of_one_task(kind, objects):
+    options = {"env_id": "MiniGrid-EmptyRandom-8x8"}
+    if kind == "rulesets":
+        options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": objects}
+    obs, before, action, next_obs, after, reward, done = random_steps(
+        tiny(module, **options, **SHORT)
+    )
+    state = before.timestep.state
+    ended = (state.step_num + 1 >= 5) | (reward > 0)
+    episode = np.zeros(16, int)
+    for t in range(60):  # the rules, replayed
+        np.testing.assert_array_equal(before.episode[t], episode)
+        episode = episode + ended[t]
+        np.testing.assert_array_equal(done[t], episode == 3)
+        episode[episode == 3] = 0
+    assert done.any() and (ended & ~done).any()
+
+    same_task = after.task == before.task
+    assert same_task[~done].all() and not same_task[done].all()
+    assert kind == "rulesets" or not same_task[done].any()  # there are 65536 layouts
+    np.testing.assert_array_equal(next_obs.new_episode, ended & ~done)
+    np.testing.assert_array_equal(next_obs.prev_action, np.where(done, -1, action))
+    np.testing.assert_array_equal(next_obs.prev_reward, np.where(done, 0, reward))
+    np.testing.assert_array_equal(after.timestep.state.step_num == 0, ended)
+
+    # At every start of an episode: the layout or the goal, by task.
+    grid, goal = after.timestep.state.grid, after.timestep.state.goal_encoding
+    starts = {}
+    for t, n in np.argwhere(ended):
+        seen = starts.setdefault(after.task[t, n], (set(), set()))
+        seen[0].add(grid[t, n].tobytes() + after.timestep.state.agent.position[t, n].tobytes())
+        seen[1].add(goal[t, n].tobytes())
+    assert {len(goals) for _, goals in starts.values()} == {1}
+    layouts = [len(layouts) for layouts, _ in starts.values()]
+    assert set(layouts) == {1} if kind == "layouts" else max(layouts) > 1
+    assert len({goals.copy().pop() for _, goals in starts.values()}) > 1 or kind == "layouts"
+
+
+def test_training_and_evaluation_never_share_a_task(objects):
+    options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": objects, "eval_fraction": 0.25}
+    reset, step, _ = module.make_env(tiny(module, **options, **SHORT))
+    keys = jax.random.split(jax.random.PRNGKey(0), 512)
+    tasks = lambda is_test: jax.jit(jax.vmap(lambda key: reset(key, is_test)[1].task))(keys)
+    train, test = (set(np.array(tasks(x)).tolist()) for x in (False, True))
+    assert train | test == set(range(12)) and not train & test and len(test) == 3
+    # And after a trial of a test task, training tasks follow.
+    *_, after, _, done = random_steps(tiny(module, **options, **SHORT), num_steps=100)
+    assert set(after.task[done].tolist()) <= train
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"eval_fraction": 1.0}, "eval_fraction leaves 65536 of 65536 tasks"),
+        ({"eval_fraction": 1e-9}, "eval_fraction leaves 0 of 65536 tasks"),
+        ({"eval_fraction": 1.5}, "eval_fraction = 1.5"),
+        ({"trial_episodes": 0}, "trial_episodes = 0"),
+        ({"benchmark_id": "nothing"}, "XLand-MiniGrid"),
+        ({"benchmark_id": "nothing", "env_id": "XLand-MiniGrid-R1-9x9"}, "Unknown benchmark"),
+    ],
+    ids=str,
+)
+def test_a_wrong_input_says_what_to_change(options, message):
+    with pytest.raises(module.ConfigError, match=message):
+        module.make_env(tiny(module, **options))
+
+
+# ---------------------------------------- memory
+@pytest.mark.parametrize(
+    ("options", "remembers"),
+    [({}, True), ({"reset_memory": True}, False), ({"memory": False}, False)],
+    ids=str,
+)
+def test_memory_lasts_for_a_trial_but_for_the_controls(options, remembers):
+    """The hidden state at the start of an inner episode, after two different pasts."""
+    config = tiny(module, **options)
+    network = module.ActorCritic(6, config)
+    steps = jnp.arange(3)
+    obs = module.Observation(
+        jnp.ones((3, 5, 5, 2), jnp.uint8), steps, steps, jnp.float32(steps), steps == 2
+    )
+    hidden, never = jnp.zeros(config.hidden_size), jnp.zeros(3, bool)
+    params = network.init(jax.random.key(0), obs, hidden, never)
+    other = obs._replace(direction=obs.direction.at[0].set(3))
+    last = lambda obs, reset: np.array(network.apply(params, obs, hidden, reset)[2][-1])
+    assert (last(obs, never) != last(other, never)).any() == remembers
+    at_trial_end = never.at[2].set(True)
+    np.testing.assert_array_equal(last(obs, at_trial_end), last(other, at_trial_end))
+
+
+@pytest.mark.parametrize("options", [{}, {"reset_memory": True}, {"memory": False}], ids=str)
+def test_the_update_replays_the_memory_of_the_rollout(options):
+    """Before the first gradient step all ratios are one, in trials that end within rollouts."""
+    one_step = {"update_epochs": 1, "num_minibatches": 1, "num_evals": 1, "num_steps": 32}
+    config = tiny(module, **SHORT, **one_step, total_timesteps=512, **options)
+    init, train, *_ = module.make_train(config)
+    _, metrics = train(init(KEYS))
+    assert (metrics["episode/count"] > 0).any()
+    np.testing.assert_allclose(metrics["policy/approx_kl"], 0, atol=1e-6)
+    np.testing.assert_array_equal(metrics["policy/clip_fraction"], 0)
+
+
+# ---------------------------------------- probes
+def make_probe(reward_of, num_kinds):
+    """Trials of one-step episodes, with a hidden kind; the observation shows the episode."""
+
+    def make_env(config):
+        def observe(episode, action, reward, new_episode):
+            grid = jnp.full((4, 4, 2), episode, jnp.uint8)
+            return module.Observation(grid, jnp.int32(0), action, reward, new_episode)
+
+        def reset(key, is_test=False):
+            kind = jax.random.randint(key, (), 0, num_kinds)
+            obs = observe(0, jnp.int32(-1), jnp.float32(0), jnp.bool(False))
+            return obs, module.EnvState(jnp.int32(0), kind, jnp.int32(0))
+
+        def step(key, env_state, action):
+            reward = jnp.float32(reward_of(env_state.task, action))
+            episode = env_state.episode + 1
+            done = episode == config.trial_episodes
+            after = observe(episode, action, reward, jnp.bool(True))
+            after = after, env_state._replace(episode=episode)
+            obs, env_state = jax.tree.map(lambda x, y: jnp.where(done, x, y), reset(key), after)
+            return obs, env_state, reward, done
+
+        return reset, step, 2
+
+    return make_env
+
+
+def learn(monkeypatch, make_env, updates, **options):
+    monkeypatch.setattr(module, "make_env", make_env)
+    sizes = {"num_envs": 32, "num_steps": 16, "head_size": 16, "hidden_size": 16, "num_evals": 1}
+    options = {**sizes, "lr": 1e-2, "num_minibatches": 2, "eval_episodes": 64, **options}
+    config = tiny(module, total_timesteps=32 * 16 * updates, **options)
+    init, train, *_ = module.make_train(config)
+    state, metrics = train(init(KEYS))
+    return config, state, {name: np.array(x)[0, :, 0] for name, x in metrics.items()}
+
+
+def test_return_crosses_episodes_and_stops_at_the_trials_end(monkeypatch):
+    """Every step pays 1: the value k episodes before the end is 1 + gamma + ... (k terms)."""
+    make_env = make_probe(lambda kind, action: 1.0, 1)
+    options = {"trial_episodes": 3, "gamma": 0.8, "gae_lambda": 0.5, "vf_coef": 2.0}
+    config, state, metrics = learn(monkeypatch, make_env, 200, **options)
+    params = jax.tree.map(lambda x: x[0, 0], state.params)
+    reset, step, _ = make_env(config)
+    obs, env_state = reset(jax.random.PRNGKey(0))
+    hidden, values = jnp.zeros(config.hidden_size), []
+    for _ in range(3):
+        network = module.ActorCritic(2, config)
+        _, value, hidden = network.apply(params, obs, hidden, jnp.bool(False), method="one_step")
+        values.append(float(value))
+        obs, env_state, *_ = step(jax.random.PRNGKey(0), env_state, jnp.int32(0))
+    np.testing.assert_allclose(values, [1 + 0.8 + 0.64, 1 + 0.8, 1], rtol=0.05)
+    for name in ("eval/return", "eval/return/episode_1", "eval/return/episode_3"):
+        assert metrics[name][-1] == 1 and np.isnan(metrics[name][:-1]).all()
+    np.testing.assert_allclose(metrics["episode/return"], 1, rtol=1e-6)
+    np.testing.assert_allclose(metrics["episode/length"], 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("control", [None, "no memory", "memory reset"])
+def test_a_bandit_is_solved_from_the_second_episode_on(control, monkeypatch):
+    """Two arms, one of them pays throughout the trial; nothing shows which."""
+    options = {"no memory": {"memory": False}, "memory reset": {"reset_memory": True}}
+    make_env = make_probe(lambda kind, action: action == kind, 2)
+    sizes = {"trial_episodes": 4, "eval_episodes": 512, "ent_coef": 0.0}
+    _, _, metrics = learn(monkeypatch, make_env, 120, **sizes, **options.get(control, {}))
+    returns = np.array([metrics[f"eval/return/episode_{k}"][-1] for k in (1, 2, 3, 4)])
+    assert returns.mean() == pytest.approx(metrics["eval/return"][-1], rel=1e-5)
+    assert abs(returns[0] - 0.5) < 0.1
+    if control is None:
+        assert returns[1:].min() >= 0.95
+    elif control == "no memory":  # the previous action and reward are still seen
+        assert returns[1] >= 0.9
+
+
+# ------------------------------------------ runs
+def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
+    words = flags(tiny(module, **SHORT, num_evals=4))
+    code, _, err = run(module, *words, "--run-dir", tmp_path / "whole")
+    assert code == 0, err
+    write_rows, calls = module.write_rows, []
+
+    def stop(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        write_rows(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "write_rows", stop)
+        assert "interrupted" in run(module, *words, "--run-dir", tmp_path / "cut")[0]
+    code, _, err = run(module, "--run-dir", tmp_path / "cut")
+    assert code == 0, err
+    assert learned(tmp_path / "cut") == learned(tmp_path / "whole")
+    header = (tmp_path / "cut" / "metrics.csv").read_text().splitlines()[0].split(",")
+    assert "eval/return/episode_3" in header
+
+
+# -------------------------------------- rulesets
+def test_rulesets_are_distinct_and_solvable(objects):
+    benchmark = xminigrid.benchmarks.load_benchmark_from_path(objects)
+    assert benchmark.num_rulesets() == 12
+    goals, tiles = np.array(benchmark.goals), np.array(benchmark.init_tiles)
+    tasks = {goal.tobytes() + objects.tobytes() for goal, objects in zip(goals, tiles, strict=True)}
+    assert len(tasks) == 12 and tiles.shape == (12, 2, 2)
+    assert (tiles == goals[:, None, 1:3]).all(-1).any(-1).all()  # the paying object lies about
+    assert (tiles[:, 0] != tiles[:, 1]).any(-1).all()
+    for a, b in zip(goals[::2], goals[1::2], strict=True):  # each object of a set pays in one task
+        assert (a != b).any()
+
+
+def test_rulesets_are_drawn_by_the_seed():
+    make = lambda seed: make_rulesets.make_rulesets(["ball", "star"], 8, 3, 100, seed)
+    first, again, other = (np.array(make(seed)["init_tiles"]) for seed in (0, 0, 1))
+    assert len(first) == 100 and (first == again).all() and (first != other).any()
+    with pytest.raises(ValueError, match="objects = 9"):
+        make_rulesets.make_rulesets(["ball"], 8, 9, 100, 0)
