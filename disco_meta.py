@@ -401,7 +401,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # unfinished
+    path.unlink(missing_ok=True)  # stale
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

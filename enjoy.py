@@ -90,6 +90,8 @@ def get_episode(module: ModuleType, config) -> Callable:
     parts = inspect.getclosurevars(evaluate).nonlocals
     if "episode_returns" in parts:  # ippo.py: one return per agent
         return lambda params, key: parts["episode_returns"](params, key).sum()
+    if "trial_returns" in parts:  # ppo_meta.py: one return per episode of the trial
+        return lambda params, key: parts["trial_returns"](params, key).sum()
     return parts["episode_return"]
 
 
@@ -103,7 +105,7 @@ class Step(NamedTuple):
 
 
 def record(module: ModuleType, config, params, key) -> list[Step]:
-    """Play one episode."""
+    """Play one episode, or one trial of ppo_meta.py."""
     steps, make_env = [], module.make_env
 
     def make_recorded_env(config):
@@ -134,6 +136,7 @@ class Viewer(NamedTuple):
     # and so gives the final state of an episode.
     advance: Callable
     fps: int
+    label: Callable = lambda state: ""  # env_state -> text below the picture
 
 
 def make_viewer(config) -> Viewer:
@@ -144,7 +147,8 @@ def make_viewer(config) -> Viewer:
     import xminigrid
 
     if config.env_id in xminigrid.registered_environments():
-        return xminigrid_viewer(config)
+        viewer = xminigrid_viewer(config)
+        return trial_viewer(viewer, config) if hasattr(config, "trial_episodes") else viewer
     if config.env_id in gymnax.registered_envs or config.env_id.startswith("Catch-"):
         return gymnax_viewer(config)
     return many_agents_viewer(config)
@@ -186,6 +190,16 @@ def xminigrid_viewer(config) -> Viewer:
 
     advance = lambda key, timestep, action: env.step(params, timestep, action)
     return Viewer(draw, advance, fps=6)
+
+
+def trial_viewer(viewer: Viewer, config) -> Viewer:
+    """For ppo_meta.py: which episode of the trial it is."""
+    draw = lambda state: viewer.draw(state.timestep)
+    advance = lambda key, state, action: state._replace(
+        timestep=viewer.advance(key, state.timestep, action)
+    )
+    label = lambda state: f"   trial episode {state.episode + 1} of {config.trial_episodes}"
+    return Viewer(draw, advance, viewer.fps, label)
 
 
 def brax_viewer(config) -> Viewer:
@@ -410,7 +424,7 @@ def frames_of(steps: list[Step], viewer: Viewer, number: int, every: int) -> lis
         picture = Image.fromarray(np.ascontiguousarray(viewer.draw(states[i])))
         frame = Image.new("RGB", (max(picture.width, 320), picture.height + 32), PAPER)
         frame.paste(picture, ((frame.width - picture.width) // 2, 0))
-        caption = f"episode {number}   step {i}   return {returns[i]:.4g}"
+        caption = f"episode {number}   step {i}   return {returns[i]:.4g}{viewer.label(states[i])}"
         ImageDraw.Draw(frame).text((12, frame.height - 25), caption, fill=INK, font=font)
         frames.append(frame)
     return frames

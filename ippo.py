@@ -11,8 +11,9 @@ one XLA program. Deliberate deviations from the papers or most implementations:
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are normalized per minibatch, across all devices;
 - actor and critic have separate optimizers and epochs; `--target-kl` stops the actor alone;
-- an agent that is done early, except in SMAX, has no gradient until the next episode.
-`eval/return` is the team's: the sum over agents. Observations are flattened and padded to one size.
+- an agent that is done early, except in SMAX, gets no gradient until the next episode.
+`eval/return` is the sum over agents: K times a shared reward. Observations are flattened and padded
+to one size.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
 
@@ -126,8 +127,8 @@ class Rings:
 
     Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
     (a + k) % 3 - 1 cells: what is right for one agent is wrong for the others. Arriving pays 1 and
-    ends its episode; other steps cost 0.2; the time limit is 8 steps. The best return from d
-    cells away, the shorter way, is 1.2 - 0.2 d; on average 1 + 14 / 15 + 0.9 = 2.833 per team.
+    ends that agent's episode; other steps cost 0.2; the time limit is 8 steps. The best return, d
+    cells away, is 1.2 - 0.2 d; the mean of the team's is 1 + 14 / 15 + 0.9 = 2.833.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
@@ -241,7 +242,7 @@ def make_env(config: Config) -> tuple:
         if continuous:
             action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
         actions = dict(zip(names, action, strict=True))
-        # Stepped twice: an end that also comes with the clock at zero is a termination.
+        # Step twice: an end even with the clock at zero is a termination.
         rewind = lambda path, x: jnp.zeros_like(x) if jax.tree_util.keystr(path) == clock else x
         rewound = jax.tree.map_with_path(rewind, env_state)
         _, _, _, done_anyway, _ = env.step_env(step_key, rewound, actions)
@@ -252,9 +253,9 @@ def make_env(config: Config) -> tuple:
         truncated = ends(done) & ~terminated
         next_obs = observe(obs, env_state, active & ~terminated)
         reward = jnp.float32(stack(reward)) * active
-        active &= ~ends(done)
-        continued = (next_obs._replace(active=active), (env_state, active))
-        obs, env_state = optax.tree.where(active.any(), continued, reset(reset_key))
+        remaining = active & ~ends(done)
+        continued = (next_obs._replace(active=remaining), (env_state, remaining))
+        obs, env_state = optax.tree.where(remaining.any(), continued, reset(reset_key))
         return obs, env_state, reward, terminated, truncated, next_obs
 
     return reset, step, names, continuous
@@ -273,7 +274,7 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Observation):
-        """One observation [...] -> policy, value []."""
+        """One agent's observation -> policy, value []."""
         num_outputs = obs.mask.size * (1 + self.continuous)
         outputs = MLP(num_outputs, 0.01, self.hidden_size, name="actor")(obs.features)
         value = MLP(1, 1.0, self.hidden_size, name="critic")(obs.features).squeeze(-1)
@@ -629,7 +630,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
+    """Last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -642,7 +643,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder needed
+    state = broadcast_one_to_all(state)  # no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -679,7 +680,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # unfinished
+    path.unlink(missing_ok=True)  # stale
     if jax.process_count() == 1:  # else on first call
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
@@ -700,7 +701,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce learning rate")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")

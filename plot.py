@@ -179,6 +179,38 @@ def group(runs: list[Run]) -> dict[str, dict[str, tuple[Curve, Curve | None]]]:
     return panels
 
 
+EPISODE = "eval/return/episode_"
+
+
+def read_trial(run_dir: Path) -> list[Curve]:
+    """Evaluation returns of each episode of a trial; empty unless the run is of ppo_meta.py."""
+    header = (run_dir / "metrics.csv").read_text().split("\n", 1)[0].split(",")
+    names = [x for x in header if x.startswith(EPISODE)]
+    names.sort(key=lambda x: int(x.removeprefix(EPISODE)))
+    return [pool([read_run(run_dir, name).curve]) for name in names]
+
+
+@matplotlib.rc_context(STYLE)
+def draw_trial(episodes: list[Curve], env_id: str) -> matplotlib.figure.Figure:
+    """First and last episode against steps, and at the end the return against the episode."""
+    figure = matplotlib.figure.Figure(figsize=(10.4, 3.4))
+    left, right = figure.subplots(1, 2, sharey=True)
+    for k, color in ((0, COLORS[1]), (-1, COLORS[0])):
+        curve = episodes[k]
+        label = f"episode {len(episodes) if k else 1} of {len(episodes)}"
+        left.plot(curve.steps, iqm(curve.values), color=color, marker="o", label=label)
+        left.fill_between(curve.steps, *bootstrap(curve.values), color=color, **BAND)
+    left.set(title=env_id, xlabel="environment steps", ylabel="return", xlim=(0, None))
+    left.xaxis.set_major_formatter(EngFormatter(sep=""))
+    left.legend()
+    number = np.arange(1, 1 + len(episodes))
+    values = np.stack([curve.values[-1] for curve in episodes])  # [K, S]
+    right.plot(number, iqm(values), color=COLORS[0], marker="o")
+    right.fill_between(number, *bootstrap(values), color=COLORS[0], **BAND)
+    right.set(title="at the end", xlabel="episode of the trial", xticks=number)
+    return figure
+
+
 @matplotlib.rc_context(STYLE)
 def draw(panels: dict, metric: str, with_time: bool) -> matplotlib.figure.Figure:
     """A row per environment: against steps and, on request, against training time."""
@@ -226,8 +258,13 @@ def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
     if out is None:
         out = options.run_dirs[0] / "learning_curve.png" if is_single else Path("compare.png")
     panels = group([read_run(run_dir, options.metric) for run_dir in options.run_dirs])
+    trial = read_trial(options.run_dirs[0]) if is_single else []
     try:
-        draw(panels, options.metric, not is_single).savefig(out, dpi=STYLE["savefig.dpi"])
+        if trial and options.metric == "eval/return":
+            (env_id,) = panels
+            draw_trial(trial, env_id).savefig(out, dpi=STYLE["savefig.dpi"])
+        else:
+            draw(panels, options.metric, not is_single).savefig(out, dpi=STYLE["savefig.dpi"])
     except ValueError as error:  # the suffix names no format
         raise RunError(f"cannot write {out}: {error}") from None
     panels = {env_id: {k: curve for k, (curve, _) in x.items()} for env_id, x in panels.items()}

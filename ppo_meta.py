@@ -1,17 +1,16 @@
 """RL^2: recurrent PPO whose memory learns a task within a trial, on XLand-MiniGrid environments.
 
 Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
-A trial is a number of episodes of one task. The agent is not told the task: its memory, cleared
-only between trials, must carry what earlier episodes taught. For PPO, the trial is the episode:
-- the end of an inner episode, by goal or time limit, is a step like others: its return goes on, and
-  it bootstraps from the value of the next episode's first observation, with the memory so far;
-- the trial's end is a termination, since the number of episodes is fixed.
+A trial is a fixed number of episodes of one task. The agent is not told the task: its memory,
+cleared only between trials, must carry what earlier episodes taught. To PPO, a trial is an episode:
+- an inner episode's end, by goal or time limit, is an ordinary step: it bootstraps from the value
+  of the next episode's first observation, so that return is credited across episodes;
+- the end of the trial is a termination: nothing bootstraps from the next trial.
 
-Tasks are the rulesets of a benchmark, or else the layouts of the environment. Evaluation plays
-trials of tasks that training never draws. Otherwise ppo_rnn.py.
+Tasks are the rulesets of a benchmark (its name or file) or else layouts of the environment. One
+fixed part of them is for evaluation only. Otherwise ppo_rnn.py.
 
-Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K episodes of a
-trial.
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds; K episodes a trial.
 
     python ppo_meta.py --num-seeds 3
 """
@@ -61,7 +60,7 @@ class Config:
     # Environment
     env_id: str = "MiniGrid-DoorKey-5x5"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
-    benchmark_id: str = ""  # benchmark of rulesets, or its file; empty: tasks are layouts
+    benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
     trial_episodes: int = 4  # episodes of one task
     eval_fraction: float = 0.1  # part of the tasks that is for evaluation only
     img_obs: bool = False  # observe pixels instead of symbols
@@ -92,7 +91,7 @@ class Config:
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full trials per evaluation
+    eval_episodes: int = 512  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
     init_from: str = ""  # run folder: start from its first seed's best parameters
@@ -332,7 +331,7 @@ class TrainState(NamedTuple):
 
 
 def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the episodes of trials that ended in a rollout [T, N]; NaN if none did."""
+    """Means over the episodes that ended in a rollout [T, N]; NaN if none did."""
     count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
     mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
     return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
@@ -467,7 +466,8 @@ def make_train(config: Config) -> tuple:
     def evaluate(i, state):
         """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
-        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
+        num_trials = -(-config.eval_episodes // (config.trial_episodes * num_devices))
+        keys = jax.random.split(eval_key, num_trials)
         params = optax.tree.where(i == 0, state.params, state.best)
         returns = pmean(jax.vmap(trial_returns, (None, 0))(params, keys).mean(0))  # [K]
         result = returns.mean()
@@ -589,7 +589,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
+    """Last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -602,7 +602,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder needed
+    state = broadcast_one_to_all(state)  # no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -639,7 +639,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # unfinished
+    path.unlink(missing_ok=True)  # stale
     if jax.process_count() == 1:  # else on first call
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
@@ -660,7 +660,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce learning rate")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")

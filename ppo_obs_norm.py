@@ -578,7 +578,7 @@ def open_run(config: Config) -> tuple[Path, dict]:
 
 
 def restore(state, config: Config, run_dir: Path):
-    """The last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
+    """Last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
     state = process_allgather(state, tiled=True)
     path = run_dir / "checkpoint.msgpack"
     try:
@@ -591,7 +591,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder needed
+    state = broadcast_one_to_all(state)  # no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
@@ -628,7 +628,7 @@ def main(config: Config) -> dict:
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # unfinished
+    path.unlink(missing_ok=True)  # stale
     if jax.process_count() == 1:  # else on first call
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
@@ -649,7 +649,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce learning rate")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")

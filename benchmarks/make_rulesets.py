@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from xminigrid.benchmarks import save_bz2_pickle
 from xminigrid.core.constants import TILES_REGISTRY, Colors, Tiles
-from xminigrid.core.goals import AgentNearGoal
+from xminigrid.core.goals import AgentHoldGoal
 from xminigrid.core.rules import EmptyRule
 
 SHAPES = {
@@ -55,7 +55,7 @@ def make_rulesets(shapes, num_colors: int, num_objects: int, max_tasks: int, see
         chosen = np.sort(np.random.default_rng(seed).choice(num_tasks, max_tasks, replace=False))
     sets = np.array(list(itertools.combinations(range(len(kinds)), num_objects)))
     objects, paying = sets[chosen // num_objects], chosen % num_objects
-    goals = jnp.stack([AgentNearGoal(tile=tile).encode() for tile in kinds])
+    goals = jnp.stack([AgentHoldGoal(tile=tile).encode() for tile in kinds])
     rules = EmptyRule().encode()[None]  # one rule, which does nothing
     return {
         "goals": goals[objects[np.arange(len(chosen)), paying]],

@@ -10,6 +10,9 @@ import xminigrid
 from conftest import ROOT, load_script, tiny
 from test_cli import flags, learned, run
 
+import enjoy
+import plot
+
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import make_rulesets  # noqa: E402
 
@@ -269,3 +272,35 @@ def test_rulesets_are_drawn_by_the_seed():
     assert len(first) == 100 and (first == again).all() and (first != other).any()
     with pytest.raises(ValueError, match="objects = 9"):
         make_rulesets.make_rulesets(["ball"], 8, 9, 100, 0)
+
+
+# ----------------------------------------- tools
+@pytest.fixture(scope="module")
+def meta_run(tmp_path_factory):
+    path = tmp_path_factory.mktemp("meta") / "run"
+    code, _, err = run(module, *flags(tiny(module, **SHORT, num_seeds=2)), "--run-dir", path)
+    assert code == 0, err
+    return path
+
+
+def test_a_recording_holds_a_whole_trial(meta_run):
+    loaded, config, params = enjoy.load_run(meta_run, "best", 1)
+    steps = enjoy.record(loaded, config, params, jax.random.PRNGKey(0))
+    viewer = enjoy.make_viewer(config)
+    labels = [viewer.label(step.env_state).strip() for step in steps]
+    assert list(dict.fromkeys(labels)) == [f"trial episode {k} of 3" for k in (1, 2, 3)]
+    assert len({int(step.env_state.task) for step in steps}) == 1
+    total = enjoy.get_episode(loaded, config)(params, jax.random.PRNGKey(0))
+    assert total == pytest.approx(sum(step.reward for step in steps), rel=1e-5)
+    assert viewer.draw(steps[0].env_state).ndim == 3
+
+
+def test_the_plot_of_a_run_shows_the_episodes_of_a_trial(meta_run, tmp_path):
+    plot.main([str(meta_run), "--out", str(tmp_path / "trial.png")])
+    assert (tmp_path / "trial.png").stat().st_size > 10_000
+    episodes = plot.read_trial(meta_run)
+    assert len(episodes) == 3 and episodes[0].values.shape[1] == 2
+    figure = plot.draw_trial(episodes, "task")
+    left, right = figure.axes
+    assert [x.get_label() for x in left.lines] == ["episode 1 of 3", "episode 3 of 3"]
+    assert right.lines[0].get_xdata().tolist() == [1, 2, 3]

@@ -11,7 +11,7 @@ import pytest
 from conftest import ROOT, SMALL, TINY, load_script
 from test_disco import SMALL as SMALL_DISCO
 
-PPO = ("ppo_ff", "ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_rnn")
+PPO = ("ppo_ff", "ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_rnn", "ppo_meta")
 FEED_FORWARD = ("ppo_ff", "ppo_continuous", "ppo_obs_norm")
 SCRIPTS = (*PPO, "ippo", "disco")  # with a run part
 ALL = (*SCRIPTS, "disco_meta")
@@ -21,6 +21,7 @@ BUDGETS = {  # characters and lines, everything included
     "ppo_continuous": (30_000, 640),
     "ppo_obs_norm": (33_000, 700),
     "ppo_rnn": (33_000, 710),
+    "ppo_meta": (39_000, 800),
     "ippo": (37_000, 800),
     "disco": (46_000, 980),
     "disco_meta": (22_000, 460),
@@ -31,6 +32,7 @@ DIFFS = {  # parent, child: lines removed and added
     ("ppo_ff", "ppo_continuous"): 150,
     ("ppo_continuous", "ppo_obs_norm"): 120,
     ("ppo_ff", "ppo_rnn"): 260,
+    ("ppo_rnn", "ppo_meta"): 200,
     ("ppo_ff", "ippo"): 400,
 }
 SHARED = {  # each of these is byte-identical in the scripts named
@@ -42,6 +44,7 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "ppo_loss": FEED_FORWARD,
     "RunnerState": ("ppo_ff", "ppo_drift", "ppo_continuous"),
     "ActorCritic": ("ppo_ff", "ppo_drift"),
+    "GRU": ("ppo_rnn", "ppo_meta"),
 }
 BANNERS = ["config", "environment", "network", "rollout", "advantage", "loss", "train", "main"]
 
