@@ -134,6 +134,8 @@ SECTIONS = {
             {
                 "ippo": SPREAD,
                 "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
+                "jaxmarl": "TOTAL_TIMESTEPS=1e6",
+                "jaxmarl LR=3e-3": "TOTAL_TIMESTEPS=1e6 LR=3e-3",
             },
         ),
     ],
@@ -176,11 +178,14 @@ ABLATIONS = [
 PEERS = {
     "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
     "rejax": "rejax d751095, `PPO` (evaluations)",
+    "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
 }
 PEER_RETURNS = {
     "purejaxrl": "of training, means of intervals",
     "rejax": "evaluations on full fresh episodes",
+    "jaxmarl": "of the team in training, means of intervals",
 }
+PEER_PACKAGES = {"jaxmarl": ["jaxmarl"]}  # named in the CSV besides those of all systems
 
 
 class Row(NamedTuple):
@@ -254,8 +259,9 @@ def learn(kind: str, path: str, words: list[str], seeds: int, out: str):
     np.savez(out, steps=steps, returns=returns)
 
 
-def versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "optax", "gymnax"))
+def versions(kind: str) -> str:
+    names = ["jax", "flax", "optax", "gymnax", *PEER_PACKAGES.get(kind, [])]
+    return ", ".join(f"{name} {version(name)}" for name in names)
 
 
 def commit(row: Row) -> str:
@@ -283,7 +289,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         about = [
             f"# command: {row.command}",
             f"# commit: {commit(row)}",
-            f"# versions: {versions()}",
+            f"# versions: {versions(row.kind)}",
         ]
         if row.kind in PEERS:
             about += [f"# peer: {PEERS[row.kind]}", f"# returns: {PEER_RETURNS[row.kind]}"]
@@ -504,7 +510,9 @@ def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, float]
 def report() -> str:
     """The text of docs/results.md."""
     results, rates = read_results()
-    text = INTRODUCTION.format(peers="; ".join(PEERS.values()))
+    kinds = {row.kind for curves in results.values() for row, _ in curves}
+    peers = "; ".join(text for kind, text in PEERS.items() if kind in kinds)
+    text = INTRODUCTION.format(peers=peers)
     for section, curves in results.items():
         if not curves:
             continue

@@ -319,8 +319,8 @@ def cleanrl(path, script, options, steps_per_call, calls):
     return 0.0, updates * batch, list(np.diff(ends))
 
 
-def jaxmarl_trainer(path, options, steps):
-    """The training of `ippo_ff_mpe.py`, with its defaults but for `options`, as one function."""
+def jaxmarl_trainer(path, options):
+    """The training of `ippo_ff_mpe.py`, with its defaults but for `options`, and its settings."""
     import wandb
 
     sys.path.insert(0, f"{path}/baselines/IPPO")
@@ -330,15 +330,28 @@ def jaxmarl_trainer(path, options, steps):
     wandb.log = lambda *_: None  # its callback after every update still runs
     with open(f"{path}/baselines/IPPO/config/ippo_ff_mpe.yaml") as file:
         config = yaml.safe_load(file)
-    # PyYAML reads 1e7 as a word.
-    return ippo_ff_mpe.make_train({**config, "TOTAL_TIMESTEPS": steps, **options})
+    config |= {"TOTAL_TIMESTEPS": 10_000_000, **options}  # PyYAML reads its 1e7 as a word.
+    return ippo_ff_mpe.make_train(config), config
+
+
+def jaxmarl_curve(path, options, seeds):
+    """Environment steps [U] and mean training returns [U, S] of the team.
+
+    Its log has the return of an agent multiplied by their number: the mean over agents is the sum.
+    Before the first episode has ended it counts as 0, so the first update is left out.
+    """
+    train, config = jaxmarl_trainer(path, options)
+    metrics = jax.jit(jax.vmap(train))(jax.random.split(jax.random.PRNGKey(0), seeds))["metrics"]
+    returns = np.asarray(metrics["returned_episode_returns"]).T  # [U, S]
+    steps = config["NUM_ENVS"] * config["NUM_STEPS"] * np.arange(1, len(returns) + 1)
+    return steps[1:], returns[1:]
 
 
 def jaxmarl(path, script, options, steps_per_call, calls):
     sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
     batch = options["num_envs"] * options["num_steps"]
     steps = max(1, steps_per_call // batch) * batch
-    train = jaxmarl_trainer(path, sizes, steps)
+    train, _ = jaxmarl_trainer(path, {**sizes, "TOTAL_TIMESTEPS": steps})
     seconds, call = compiled(train, jax.random.PRNGKey(0))
     return seconds, steps, timed_calls(call, calls)
 
@@ -381,9 +394,6 @@ def xland(path, script, options, steps_per_call, calls):
 
 if __name__ == "__main__":  # how well JaxMARL's baseline plays: DIR [LR=1e-3 ...]
     folder, *words = sys.argv[1:]
-    options = {name: float(value) for name, value in (word.split("=") for word in words)}
-    train = jax.jit(jax.vmap(jaxmarl_trainer(folder, options, 1_000_000)))
-    metrics = train(jax.random.split(jax.random.PRNGKey(0), 3))["metrics"]
-    returns = metrics["returned_episode_returns"]  # [seeds, updates], of the team
-    returns = returns[:, -(returns.shape[1] // 20) :].mean(axis=1)
-    print(f"last 5 % of updates: {returns.mean():.1f} ± {returns.std():.1f} {returns}")
+    steps, returns = jaxmarl_curve(folder, {"TOTAL_TIMESTEPS": 1_000_000, **parse(words)}, 3)
+    final = returns[steps > 0.95 * steps[-1]].mean(axis=0)  # of each seed
+    print(f"last 5 % of updates: {final.mean():.1f} ± {final.std():.1f} {final}")
