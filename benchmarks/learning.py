@@ -9,7 +9,7 @@
 
 A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
 names its command, commit and versions. Finished rows are skipped, and interrupted runs continue.
-The learning curves are measured with all seeds in one program, and the machine may be busy. The
+The learning curves may be measured on a busy machine, ours with all seeds in one program. The
 clock needs an idle one: steps/s of one seed without evaluation and compilation, every system that
 shares a task in turns. Training seconds are environment steps divided by that rate.
 
@@ -80,9 +80,10 @@ def minatar(game: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
 
 
-def minigrid(name: str, threshold: float, options: str = "") -> Task:
+def minigrid(name: str, threshold: float, options: str = "", *peers: str) -> Task:
     env_id = f"MiniGrid-{name}"
-    return Task(env_id, threshold, 5, {"ppo_rnn": f"--env-id {env_id} {options}".strip()})
+    systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
+    return Task(env_id, threshold, 5, systems | {peer: f"env_id={env_id}" for peer in peers})
 
 
 def brax(name: str, threshold: float) -> Task:
@@ -111,14 +112,9 @@ SECTIONS = {
         minatar("Freeway", 28),
     ],
     "MiniGrid": [
-        Task(
-            "MiniGrid-Empty-6x6",
-            0.94,
-            5,
-            {"ppo_rnn": "--env-id MiniGrid-Empty-6x6 --num-envs 8192"},
-        ),
+        minigrid("Empty-6x6", 0.94, "--num-envs 8192", "xland"),
         minigrid("EmptyRandom-8x8", 0.94),
-        minigrid("DoorKey-5x5", 0.94),
+        minigrid("DoorKey-5x5", 0.94, "", "xland"),
         minigrid("DoorKey-6x6", 0.94),
         minigrid("Unlock", 0.94),
         minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
@@ -178,14 +174,20 @@ ABLATIONS = [
 PEERS = {
     "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
     "rejax": "rejax d751095, `PPO` (evaluations)",
+    "xland": "XLand-MiniGrid 0d306d1, `train_single_task.py` (evaluations)",
     "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
 }
 PEER_RETURNS = {
     "purejaxrl": "of training, means of intervals",
     "rejax": "evaluations on full fresh episodes",
+    "xland": "evaluations on full fresh episodes",
     "jaxmarl": "of the team in training, means of intervals",
 }
-PEER_PACKAGES = {"jaxmarl": ["jaxmarl"]}  # named in the CSV besides those of all systems
+PEER_PACKAGES = {  # named in the CSV besides those of all systems
+    "xland": ["xminigrid"],
+    "jaxmarl": ["jaxmarl"],
+}
+PEER_SEEDS = {"xland": 3}  # fewer than ours: these are slow
 
 
 class Row(NamedTuple):
@@ -205,9 +207,13 @@ class Row(NamedTuple):
         return self.task.systems[self.system].split()
 
     @property
+    def seeds(self) -> int:
+        return PEER_SEEDS.get(self.kind, self.task.seeds)
+
+    @property
     def command(self) -> str:
-        words = " ".join([*self.words, "--num-seeds", str(self.task.seeds)])
-        peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.task.seeds} seeds)"
+        words = " ".join([*self.words, "--num-seeds", str(self.seeds)])
+        peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.seeds} seeds)"
         return peer if self.kind in PEERS else f"python {self.kind}.py {words}"
 
 
@@ -221,7 +227,7 @@ def all_rows(pattern: str, tasks: list[Task] | None = None) -> list[Row]:
 def run_ours(row: Row) -> np.ndarray:
     """Evaluations [K, 3]: seed, environment steps, return."""
     run_dir = RUNS / row.name
-    words = [*row.words, "--num-seeds", str(row.task.seeds), "--run-dir", str(run_dir)]
+    words = [*row.words, "--num-seeds", str(row.seeds), "--run-dir", str(run_dir)]
     script = ROOT / f"{row.kind}.py"
     if row.system in row.task.patches:
         text = ablations.change_text(script.read_text(), row.task.patches[row.system])
@@ -239,7 +245,7 @@ def run_peer(row: Row, path: Path, points: int = 50) -> np.ndarray:
     # Works around an XLA:CPU deadlock with vmapped loops.
     env["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     out = RUNS / f"{row.name}.npz"
-    task = json.dumps([row.kind, str(path), row.words, row.task.seeds, str(out)])
+    task = json.dumps([row.kind, str(path), row.words, row.seeds, str(out)])
     subprocess.run([sys.executable, "-W", "ignore", __file__, "--learn", task], env=env, check=True)
     arrays = np.load(out)
     steps, returns = arrays["steps"], arrays["returns"]  # [U], [U, S]

@@ -356,21 +356,52 @@ def jaxmarl(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(call, calls)
 
 
-def xland(path, script, options, steps_per_call, calls):
+def xland_module(path):
+    """Its `train_single_task.py`, with Python 3.11 and without pyrallis."""
     import xminigrid  # noqa: F401  before the patch below
-    from flax.jax_utils import replicate
 
     sys.path.insert(0, f"{path}/training")
     sys.modules["pyrallis"] = types.SimpleNamespace(wrap=lambda: lambda function: function)
     # Its dataclass has arrays as defaults, which Python refuses from 3.11 on.
     asarray, jax.numpy.asarray = jax.numpy.asarray, np.float32
-    import train_single_task as xland
+    import train_single_task
 
     jax.numpy.asarray = asarray
+    return train_single_task
 
+
+def xland_program(module, config):
+    """Returns the seconds to compile, and a call that trains and waits for its result."""
+    from flax.jax_utils import replicate
+
+    key, env, env_params, hidden, train_state = module.make_states(config)
+    args = (
+        jax.random.split(key, 1),
+        *(replicate(x, jax.local_devices()) for x in (train_state, hidden)),
+    )
+    start = time.perf_counter()
+    program = module.make_train(env, env_params, config).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    return seconds, lambda: jax.block_until_ready(program(*args))
+
+
+def xland_curve(path, options, seeds):
+    """Environment steps [U] and mean returns of its evaluations after every update [U, S]."""
+    module = xland_module(path)
+    returns = []
+    for seed in range(seeds):
+        config = module.TrainConfig(**options, seed=seed)
+        _, call = xland_program(module, config)
+        returns.append(np.asarray(call()["loss_info"]["eval/returns"][0]))  # [U] of one device
+    batch = config.num_envs * config.num_steps
+    return batch * np.arange(1, len(returns[0]) + 1), np.stack(returns, axis=1)
+
+
+def xland(path, script, options, steps_per_call, calls):
+    module = xland_module(path)
     batch = options["num_envs"] * 16
     steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
-    config = xland.TrainConfig(
+    config = module.TrainConfig(
         num_envs=options["num_envs"],
         num_minibatches=options["num_minibatches"],
         obs_emb_dim=options["embedding_size"] // 2,  # tile and colour each
@@ -380,16 +411,9 @@ def xland(path, script, options, steps_per_call, calls):
         eval_episodes=1,
     )
     no_evaluation = Evaluation(jax.numpy.zeros(()), jax.numpy.zeros(()))
-    xland.rollout = lambda *_: no_evaluation
-    key, env, env_params, hidden, train_state = xland.make_states(config)
-    args = (
-        jax.random.split(key, 1),
-        *(replicate(x, jax.local_devices()) for x in (train_state, hidden)),
-    )
-    start = time.perf_counter()
-    program = xland.make_train(env, env_params, config).lower(*args).compile()
-    seconds = time.perf_counter() - start
-    return seconds, steps, timed_calls(lambda: jax.block_until_ready(program(*args)), calls)
+    module.rollout = lambda *_: no_evaluation
+    seconds, call = xland_program(module, config)
+    return seconds, steps, timed_calls(call, calls)
 
 
 if __name__ == "__main__":  # how well JaxMARL's baseline plays: DIR [LR=1e-3 ...]
