@@ -58,11 +58,13 @@ BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 
 
-def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
+def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = True) -> Task:
     ours, peer = f"--env-id {env_id} --num-evals 20", f"ENV_NAME={env_id}"
     tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
+    if more:
+        systems["cleanrl"] = f"env_id={env_id}"
     return Task(env_id, threshold, 10, systems)
 
 
@@ -98,7 +100,7 @@ SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
         discrete("Acrobot-v1", -100, "1e-3", "5e-3"),
-        discrete("MountainCar-v0", -130, "1e-3", "5e-3"),
+        discrete("MountainCar-v0", -130, "1e-3", "5e-3", more=False),
     ],
     "Continuous actions": [
         continuous("Pendulum-v1", -200),
@@ -174,20 +176,23 @@ ABLATIONS = [
 PEERS = {
     "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
     "rejax": "rejax d751095, `PPO` (evaluations)",
+    "cleanrl": "CleanRL fe8d8a03, `ppo.py` (training returns)",
     "xland": "XLand-MiniGrid 0d306d1, `train_single_task.py` (evaluations)",
     "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
 }
 PEER_RETURNS = {
     "purejaxrl": "of training, means of intervals",
     "rejax": "evaluations on full fresh episodes",
+    "cleanrl": "of training, means of intervals",
     "xland": "evaluations on full fresh episodes",
     "jaxmarl": "of the team in training, means of intervals",
 }
 PEER_PACKAGES = {  # named in the CSV besides those of all systems
+    "cleanrl": ["torch", "gymnasium"],
     "xland": ["xminigrid"],
     "jaxmarl": ["jaxmarl"],
 }
-PEER_SEEDS = {"xland": 3}  # fewer than ours: these are slow
+PEER_SEEDS = {"cleanrl": 3, "xland": 3}  # fewer than ours: these are slow
 
 
 class Row(NamedTuple):

@@ -284,38 +284,81 @@ def stoix(path, script, options, steps_per_call, calls):
     )
 
 
+def cleanrl_script(path):
+    """Its `ppo.py`: a function that runs it from the first to the last line.
+
+    It takes the options and a function that gets what the script would write.
+    """
+    import gymnasium
+
+    class Envs(gymnasium.vector.SyncVectorEnv):
+        """Resets in the same step, and `final_info` in a list, as gymnasium 0.29 did."""
+
+        def __init__(self, functions):
+            mode = gymnasium.vector.AutoresetMode.SAME_STEP
+            super().__init__(functions, autoreset_mode=mode)
+
+        def step(self, actions):
+            *transition, infos = super().step(actions)
+            if "final_info" in infos:
+                episodes = infos["final_info"]["episode"]
+                infos["final_info"] = [
+                    {"episode": {name: episodes[name][i] for name in "rl"}} if ended else None
+                    for i, ended in enumerate(infos["_final_info"])
+                ]
+            return *transition, infos
+
+    gymnasium.vector.SyncVectorEnv = Envs
+
+    def run(options, write):
+        writer = types.SimpleNamespace(
+            add_text=lambda *_: None, add_scalar=write, close=lambda: None
+        )
+        tensorboard = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
+        sys.modules["torch.utils.tensorboard"] = tensorboard
+        words = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
+        sys.argv = ["ppo", *words]
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(f"{path}/cleanrl/ppo.py", run_name="__main__")
+
+    return run
+
+
+def cleanrl_curve(path, options, seeds):
+    """Environment steps [U] and mean training returns [U, S]; NaN if no episode ended."""
+    run = cleanrl_script(path)
+    curves = []
+    for seed in range(1, seeds + 1):  # its default is 1
+        updates, episodes = [], []
+
+        def write(name, value, step, updates=updates, episodes=episodes):
+            if name == "charts/episodic_return":
+                episodes.append((len(updates), value))
+            if name == "charts/SPS":  # the last of an update
+                updates.append(step)
+
+        run({**options, "seed": seed}, write)
+        update, returns = np.array(episodes).T
+        update = update.astype(int)
+        total = np.bincount(update, returns, minlength=len(updates))
+        count = np.bincount(update, minlength=len(updates))
+        curves.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    return np.array(updates), np.stack(curves, axis=1)
+
+
 def cleanrl(path, script, options, steps_per_call, calls):
-    """Its script runs once, from the first to the last line; what warms up is its beginning."""
+    """What warms up is the beginning of a single run."""
     batch = options["num_envs"] * options["num_steps"]
     updates = max(1, steps_per_call // 20 // batch)  # it takes its time
-    reached = []  # (environment steps, seconds) after each update
+    sizes = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
+    ends = []  # seconds
 
-    class Writer:
-        def __init__(self, folder):
-            pass
+    def write(name, value, step):
+        if name == "charts/SPS" and step % (updates * batch) == 0:
+            ends.append(time.perf_counter())
 
-        def add_text(self, *args):
-            pass
-
-        def add_scalar(self, name, value, step):
-            if name == "charts/SPS":
-                reached.append((step, time.perf_counter()))
-
-        def close(self):
-            pass
-
-    sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Writer)
-    arguments = {
-        "num-envs": options["num_envs"],
-        "num-steps": options["num_steps"],
-        "update-epochs": options["update_epochs"],
-        "num-minibatches": options["num_minibatches"],
-        "total-timesteps": (calls + 1) * updates * batch,
-    }
-    sys.argv = ["ppo", *(f"--{option}={value}" for option, value in arguments.items())]
-    with contextlib.redirect_stdout(io.StringIO()):
-        runpy.run_path(f"{path}/cleanrl/ppo.py", run_name="__main__")
-    ends = [seconds for step, seconds in reached if step % (updates * batch) == 0]
+    options = {name: options[name] for name in sizes}
+    cleanrl_script(path)({**options, "total_timesteps": (calls + 1) * updates * batch}, write)
     return 0.0, updates * batch, list(np.diff(ends))
 
 
