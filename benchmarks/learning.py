@@ -64,6 +64,8 @@ def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = T
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
     if more:
+        stoix = f"env=gymnax/{env_id.split('-')[0].lower()} arch.total_timesteps=5e5"
+        systems["stoix 16 envs"] = f"{stoix} arch.total_num_envs=16"
         systems["cleanrl"] = f"env_id={env_id}"
     return Task(env_id, threshold, 10, systems)
 
@@ -176,6 +178,7 @@ ABLATIONS = [
 PEERS = {
     "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
     "rejax": "rejax d751095, `PPO` (evaluations)",
+    "stoix": "Stoix 8fff19c, Anakin `ff_ppo.py` (evaluations)",
     "cleanrl": "CleanRL fe8d8a03, `ppo.py` (training returns)",
     "xland": "XLand-MiniGrid 0d306d1, `train_single_task.py` (evaluations)",
     "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
@@ -183,11 +186,13 @@ PEERS = {
 PEER_RETURNS = {
     "purejaxrl": "of training, means of intervals",
     "rejax": "evaluations on full fresh episodes",
+    "stoix": "evaluations on full fresh episodes",
     "cleanrl": "of training, means of intervals",
     "xland": "evaluations on full fresh episodes",
     "jaxmarl": "of the team in training, means of intervals",
 }
 PEER_PACKAGES = {  # named in the CSV besides those of all systems
+    "stoix": ["stoa-env"],
     "cleanrl": ["torch", "gymnasium"],
     "xland": ["xminigrid"],
     "jaxmarl": ["jaxmarl"],
@@ -477,7 +482,7 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
   machine. An interval of zero width is omitted.
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
-  rate that was changed is in the name.
+  rate or number of environments that was changed is in the name.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).

@@ -233,10 +233,8 @@ def rejax(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(call, calls)
 
 
-def stoix(path, script, options, steps_per_call, calls):
-    import gymnax
-    from omegaconf import OmegaConf
-
+def stoix_module(path):
+    """Its `ff_ppo.py`, with jax 0.10."""
     sys.path.insert(0, path)
     # Left out: its logger, which needs neptune, and its environments, which need all libraries.
     for name in ("stoix.utils.logger", "stoix.utils.make_env"):
@@ -244,28 +242,82 @@ def stoix(path, script, options, steps_per_call, calls):
     sys.modules["stoix.utils.logger"].LogEvent = sys.modules["stoix.utils.logger"].StoixLogger = (
         None
     )
+    from stoix.systems.ppo.anakin import ff_ppo
+
+    return ff_ppo
+
+
+def stoix_environments(env_id, flatten=False):
+    """One for training and one for evaluation, with the wrappers that its factory would give."""
+    import gymnax
     import stoa
     from stoa.core_wrappers.vmap import VmapWrapper
     from stoa.env_adapters.gymnax import GymnaxToStoa
     from stoa.utility_wrappers.extras_transforms import NoExtrasWrapper
-    from stoix.systems.ppo.anakin import ff_ppo
 
-    env, params = gymnax.make(options.get("env_id", "CartPole-v1"))
+    env, params = gymnax.make(env_id)
     env = NoExtrasWrapper(GymnaxToStoa(FiveValues(env), params))
-    if "env_id" in options:  # Breakout's planes
+    if flatten:
         env = stoa.FlattenObservationWrapper(env)
-    env = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
-    env = VmapWrapper(stoa.AutoResetWrapper(env, next_obs_in_extras=True))
-    folder = f"{path}/stoix/configs"
+    recorded = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
+    return VmapWrapper(stoa.AutoResetWrapper(recorded, next_obs_in_extras=True)), env
+
+
+def stoix_config(path, options):
+    """Its defaults but for `options`, whose names are those of its command line."""
+    from omegaconf import OmegaConf
+
+    files = {"system": "system/ppo/ff_ppo", "network": "network/mlp", "arch": "arch/anakin"}
+    options = {"env": "gymnax/cartpole", **options}
+    files["env"] = "env/" + options.pop("env")
     config = OmegaConf.create(
-        {
-            "system": OmegaConf.load(f"{folder}/system/ppo/ff_ppo.yaml"),
-            "network": OmegaConf.load(f"{folder}/network/mlp.yaml"),
-            "arch": OmegaConf.load(f"{folder}/arch/anakin.yaml"),
-            "logger": {"checkpointing": {"load_model": False}},
-        }
+        {key: OmegaConf.load(f"{path}/stoix/configs/{name}.yaml") for key, name in files.items()}
     )
-    config.system.num_minibatches = options["num_minibatches"]
+    config.logger = {"checkpointing": {"load_model": False}}
+    config.num_devices = 1
+    for name, value in options.items():
+        OmegaConf.update(config, name, value)
+    return config
+
+
+def stoix_curve(path, options, seeds):
+    """Environment steps [U] and mean returns of its evaluations [U, S]."""
+    module = stoix_module(path)
+    from stoix.evaluator import evaluator_setup, get_distribution_act_fn
+
+    config = stoix_config(path, options)
+    evaluations = config.arch.num_evaluation
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = module.check_total_timesteps(config)
+        if config.arch.num_updates < evaluations:  # which it refuses
+            config.arch.num_evaluation = evaluations = config.arch.num_updates
+            config = module.check_total_timesteps(config)
+    env, eval_env = stoix_environments(config.env.scenario.name)
+    learn, curves = None, []
+    for seed in range(seeds):
+        key, eval_key, *network_keys = jax.random.split(jax.random.PRNGKey(seed), 4)
+        program, actor, state = module.learner_setup(env, (key, *network_keys), config)
+        if learn is None:  # the others are the same
+            learn, act = program, get_distribution_act_fn(config, actor.apply)
+            params = state.params.actor_params
+            evaluate, *_ = evaluator_setup(eval_env, eval_key, act, params, config)
+        returns = []
+        for key in jax.random.split(eval_key, evaluations):
+            state = learn(state).learner_state
+            params = module.unreplicate_batch_dim(state.params.actor_params)
+            metrics = evaluate(params, key[None], None).episode_metrics
+            returns.append(float(metrics["episode_return"].mean()))
+        curves.append(returns)
+    interval = config.arch.num_updates_per_eval * config.system.rollout_length
+    steps = config.arch.num_envs * interval * np.arange(1, evaluations + 1)
+    return steps, np.transpose(curves)
+
+
+def stoix(path, script, options, steps_per_call, calls):
+    module = stoix_module(path)
+    env_id = options.get("env_id", "CartPole-v1")
+    env, _ = stoix_environments(env_id, flatten="env_id" in options)  # Breakout's planes
+    config = stoix_config(path, {"system.num_minibatches": options["num_minibatches"]})
     config.arch.num_envs = options["num_envs"]
     for network in (config.network.actor_network, config.network.critic_network):
         network.pre_torso.update({"layer_sizes": [64, 64], "activation": "tanh"})
@@ -273,7 +325,7 @@ def stoix(path, script, options, steps_per_call, calls):
     updates = max(1, steps_per_call // batch)
     config.arch.num_updates = config.arch.num_updates_per_eval = updates
     keys = jax.random.split(jax.random.PRNGKey(0), 3)
-    learn, _, state = ff_ppo.learner_setup(env, keys, config)
+    learn, _, state = module.learner_setup(env, keys, config)
     start = time.perf_counter()
     program = learn.lower(state).compile()
     seconds = time.perf_counter() - start
