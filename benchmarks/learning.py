@@ -9,7 +9,7 @@
 
 A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
 names its command, commit and versions. Finished rows are skipped, and interrupted runs continue.
-The learning curves are measured with all seeds in one program, and the machine may be busy. The
+The learning curves may be measured on a busy machine, ours with all seeds in one program. The
 clock needs an idle one: steps/s of one seed without evaluation and compilation, every system that
 shares a task in turns. Training seconds are environment steps divided by that rate.
 
@@ -58,11 +58,15 @@ BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 
 
-def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
+def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = True) -> Task:
     ours, peer = f"--env-id {env_id} --num-evals 20", f"ENV_NAME={env_id}"
     tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
+    if more:
+        stoix = f"env=gymnax/{env_id.split('-')[0].lower()} arch.total_timesteps=5e5"
+        systems["stoix 16 envs"] = f"{stoix} arch.total_num_envs=16"
+        systems["cleanrl"] = f"env_id={env_id}"
     return Task(env_id, threshold, 10, systems)
 
 
@@ -80,9 +84,10 @@ def minatar(game: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
 
 
-def minigrid(name: str, threshold: float, options: str = "") -> Task:
+def minigrid(name: str, threshold: float, options: str = "", *peers: str) -> Task:
     env_id = f"MiniGrid-{name}"
-    return Task(env_id, threshold, 5, {"ppo_rnn": f"--env-id {env_id} {options}".strip()})
+    systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
+    return Task(env_id, threshold, 5, systems | {peer: f"env_id={env_id}" for peer in peers})
 
 
 def brax(name: str, threshold: float) -> Task:
@@ -104,7 +109,7 @@ SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
         discrete("Acrobot-v1", -100, "1e-3", "5e-3"),
-        discrete("MountainCar-v0", -130, "1e-3", "5e-3"),
+        discrete("MountainCar-v0", -130, "1e-3", "5e-3", more=False),
     ],
     "Continuous actions": [
         continuous("Pendulum-v1", -200),
@@ -123,14 +128,9 @@ SECTIONS = {
         drifts("Breakout-MinAtar", 20, MINATAR),
     ],
     "MiniGrid": [
-        Task(
-            "MiniGrid-Empty-6x6",
-            0.94,
-            5,
-            {"ppo_rnn": "--env-id MiniGrid-Empty-6x6 --num-envs 8192"},
-        ),
+        minigrid("Empty-6x6", 0.94, "--num-envs 8192", "xland"),
         minigrid("EmptyRandom-8x8", 0.94),
-        minigrid("DoorKey-5x5", 0.94),
+        minigrid("DoorKey-5x5", 0.94, "", "xland"),
         minigrid("DoorKey-6x6", 0.94),
         minigrid("Unlock", 0.94),
         minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
@@ -146,6 +146,8 @@ SECTIONS = {
             {
                 "ippo": SPREAD,
                 "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
+                "jaxmarl": "TOTAL_TIMESTEPS=1e6",
+                "jaxmarl LR=3e-3": "TOTAL_TIMESTEPS=1e6 LR=3e-3",
             },
         ),
     ],
@@ -188,11 +190,26 @@ ABLATIONS = [
 PEERS = {
     "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
     "rejax": "rejax d751095, `PPO` (evaluations)",
+    "stoix": "Stoix 8fff19c, Anakin `ff_ppo.py` (evaluations)",
+    "cleanrl": "CleanRL fe8d8a03, `ppo.py` (training returns)",
+    "xland": "XLand-MiniGrid 0d306d1, `train_single_task.py` (evaluations)",
+    "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
 }
 PEER_RETURNS = {
     "purejaxrl": "of training, means of intervals",
     "rejax": "evaluations on full fresh episodes",
+    "stoix": "evaluations on full fresh episodes",
+    "cleanrl": "of training, means of intervals",
+    "xland": "evaluations on full fresh episodes",
+    "jaxmarl": "of the team in training, means of intervals",
 }
+PEER_PACKAGES = {  # named in the CSV besides those of all systems
+    "stoix": ["stoa-env"],
+    "cleanrl": ["torch", "gymnasium"],
+    "xland": ["xminigrid"],
+    "jaxmarl": ["jaxmarl"],
+}
+PEER_SEEDS = {"cleanrl": 3, "xland": 3}  # fewer than ours: these are slow
 
 
 class Row(NamedTuple):
@@ -212,9 +229,13 @@ class Row(NamedTuple):
         return self.task.systems[self.system].split()
 
     @property
+    def seeds(self) -> int:
+        return PEER_SEEDS.get(self.kind, self.task.seeds)
+
+    @property
     def command(self) -> str:
-        words = " ".join([*self.words, "--num-seeds", str(self.task.seeds)])
-        peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.task.seeds} seeds)"
+        words = " ".join([*self.words, "--num-seeds", str(self.seeds)])
+        peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.seeds} seeds)"
         return peer if self.kind in PEERS else f"python {self.kind}.py {words}"
 
 
@@ -228,7 +249,7 @@ def all_rows(pattern: str, tasks: list[Task] | None = None) -> list[Row]:
 def run_ours(row: Row) -> np.ndarray:
     """Evaluations [K, 3]: seed, environment steps, return."""
     run_dir = RUNS / row.name
-    words = [*row.words, "--num-seeds", str(row.task.seeds), "--run-dir", str(run_dir)]
+    words = [*row.words, "--num-seeds", str(row.seeds), "--run-dir", str(run_dir)]
     script = ROOT / f"{row.kind}.py"
     if row.system in row.task.patches:
         text = ablations.change_text(script.read_text(), row.task.patches[row.system])
@@ -246,7 +267,7 @@ def run_peer(row: Row, path: Path, points: int = 50) -> np.ndarray:
     # Works around an XLA:CPU deadlock with vmapped loops.
     env["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     out = RUNS / f"{row.name}.npz"
-    task = json.dumps([row.kind, str(path), row.words, row.task.seeds, str(out)])
+    task = json.dumps([row.kind, str(path), row.words, row.seeds, str(out)])
     subprocess.run([sys.executable, "-W", "ignore", __file__, "--learn", task], env=env, check=True)
     arrays = np.load(out)
     steps, returns = arrays["steps"], arrays["returns"]  # [U], [U, S]
@@ -266,8 +287,9 @@ def learn(kind: str, path: str, words: list[str], seeds: int, out: str):
     np.savez(out, steps=steps, returns=returns)
 
 
-def versions() -> str:
-    return ", ".join(f"{name} {version(name)}" for name in ("jax", "flax", "optax", "gymnax"))
+def versions(kind: str) -> str:
+    names = ["jax", "flax", "optax", "gymnax", *PEER_PACKAGES.get(kind, [])]
+    return ", ".join(f"{name} {version(name)}" for name in names)
 
 
 def commit(row: Row) -> str:
@@ -295,7 +317,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         about = [
             f"# command: {row.command}",
             f"# commit: {commit(row)}",
-            f"# versions: {versions()}",
+            f"# versions: {versions(row.kind)}",
         ]
         if row.kind in PEERS:
             about += [f"# peer: {PEERS[row.kind]}", f"# returns: {PEER_RETURNS[row.kind]}"]
@@ -472,7 +494,7 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
   machine. An interval of zero width is omitted.
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
-  rate that was changed is in the name.
+  rate or number of environments that was changed is in the name.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
@@ -516,7 +538,9 @@ def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, float]
 def report() -> str:
     """The text of docs/results.md."""
     results, rates = read_results()
-    text = INTRODUCTION.format(peers="; ".join(PEERS.values()))
+    kinds = {row.kind for curves in results.values() for row, _ in curves}
+    peers = "; ".join(text for kind, text in PEERS.items() if kind in kinds)
+    text = INTRODUCTION.format(peers=peers)
     for section, curves in results.items():
         if not curves:
             continue

@@ -233,10 +233,8 @@ def rejax(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(call, calls)
 
 
-def stoix(path, script, options, steps_per_call, calls):
-    import gymnax
-    from omegaconf import OmegaConf
-
+def stoix_module(path):
+    """Its `ff_ppo.py`, with jax 0.10."""
     sys.path.insert(0, path)
     # Left out: its logger, which needs neptune, and its environments, which need all libraries.
     for name in ("stoix.utils.logger", "stoix.utils.make_env"):
@@ -244,28 +242,82 @@ def stoix(path, script, options, steps_per_call, calls):
     sys.modules["stoix.utils.logger"].LogEvent = sys.modules["stoix.utils.logger"].StoixLogger = (
         None
     )
+    from stoix.systems.ppo.anakin import ff_ppo
+
+    return ff_ppo
+
+
+def stoix_environments(env_id, flatten=False):
+    """One for training and one for evaluation, with the wrappers that its factory would give."""
+    import gymnax
     import stoa
     from stoa.core_wrappers.vmap import VmapWrapper
     from stoa.env_adapters.gymnax import GymnaxToStoa
     from stoa.utility_wrappers.extras_transforms import NoExtrasWrapper
-    from stoix.systems.ppo.anakin import ff_ppo
 
-    env, params = gymnax.make(options.get("env_id", "CartPole-v1"))
+    env, params = gymnax.make(env_id)
     env = NoExtrasWrapper(GymnaxToStoa(FiveValues(env), params))
-    if "env_id" in options:  # Breakout's planes
+    if flatten:
         env = stoa.FlattenObservationWrapper(env)
-    env = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
-    env = VmapWrapper(stoa.AutoResetWrapper(env, next_obs_in_extras=True))
-    folder = f"{path}/stoix/configs"
+    recorded = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
+    return VmapWrapper(stoa.AutoResetWrapper(recorded, next_obs_in_extras=True)), env
+
+
+def stoix_config(path, options):
+    """Its defaults but for `options`, whose names are those of its command line."""
+    from omegaconf import OmegaConf
+
+    files = {"system": "system/ppo/ff_ppo", "network": "network/mlp", "arch": "arch/anakin"}
+    options = {"env": "gymnax/cartpole", **options}
+    files["env"] = "env/" + options.pop("env")
     config = OmegaConf.create(
-        {
-            "system": OmegaConf.load(f"{folder}/system/ppo/ff_ppo.yaml"),
-            "network": OmegaConf.load(f"{folder}/network/mlp.yaml"),
-            "arch": OmegaConf.load(f"{folder}/arch/anakin.yaml"),
-            "logger": {"checkpointing": {"load_model": False}},
-        }
+        {key: OmegaConf.load(f"{path}/stoix/configs/{name}.yaml") for key, name in files.items()}
     )
-    config.system.num_minibatches = options["num_minibatches"]
+    config.logger = {"checkpointing": {"load_model": False}}
+    config.num_devices = 1
+    for name, value in options.items():
+        OmegaConf.update(config, name, value)
+    return config
+
+
+def stoix_curve(path, options, seeds):
+    """Environment steps [U] and mean returns of its evaluations [U, S]."""
+    module = stoix_module(path)
+    from stoix.evaluator import evaluator_setup, get_distribution_act_fn
+
+    config = stoix_config(path, options)
+    evaluations = config.arch.num_evaluation
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = module.check_total_timesteps(config)
+        if config.arch.num_updates < evaluations:  # which it refuses
+            config.arch.num_evaluation = evaluations = config.arch.num_updates
+            config = module.check_total_timesteps(config)
+    env, eval_env = stoix_environments(config.env.scenario.name)
+    learn, curves = None, []
+    for seed in range(seeds):
+        key, eval_key, *network_keys = jax.random.split(jax.random.PRNGKey(seed), 4)
+        program, actor, state = module.learner_setup(env, (key, *network_keys), config)
+        if learn is None:  # the others are the same
+            learn, act = program, get_distribution_act_fn(config, actor.apply)
+            params = state.params.actor_params
+            evaluate, *_ = evaluator_setup(eval_env, eval_key, act, params, config)
+        returns = []
+        for key in jax.random.split(eval_key, evaluations):
+            state = learn(state).learner_state
+            params = module.unreplicate_batch_dim(state.params.actor_params)
+            metrics = evaluate(params, key[None], None).episode_metrics
+            returns.append(float(metrics["episode_return"].mean()))
+        curves.append(returns)
+    interval = config.arch.num_updates_per_eval * config.system.rollout_length
+    steps = config.arch.num_envs * interval * np.arange(1, evaluations + 1)
+    return steps, np.transpose(curves)
+
+
+def stoix(path, script, options, steps_per_call, calls):
+    module = stoix_module(path)
+    env_id = options.get("env_id", "CartPole-v1")
+    env, _ = stoix_environments(env_id, flatten="env_id" in options)  # Breakout's planes
+    config = stoix_config(path, {"system.num_minibatches": options["num_minibatches"]})
     config.arch.num_envs = options["num_envs"]
     for network in (config.network.actor_network, config.network.critic_network):
         network.pre_torso.update({"layer_sizes": [64, 64], "activation": "tanh"})
@@ -273,7 +325,7 @@ def stoix(path, script, options, steps_per_call, calls):
     updates = max(1, steps_per_call // batch)
     config.arch.num_updates = config.arch.num_updates_per_eval = updates
     keys = jax.random.split(jax.random.PRNGKey(0), 3)
-    learn, _, state = ff_ppo.learner_setup(env, keys, config)
+    learn, _, state = module.learner_setup(env, keys, config)
     start = time.perf_counter()
     program = learn.lower(state).compile()
     seconds = time.perf_counter() - start
@@ -284,43 +336,86 @@ def stoix(path, script, options, steps_per_call, calls):
     )
 
 
+def cleanrl_script(path):
+    """Its `ppo.py`: a function that runs it from the first to the last line.
+
+    It takes the options and a function that gets what the script would write.
+    """
+    import gymnasium
+
+    class Envs(gymnasium.vector.SyncVectorEnv):
+        """Resets in the same step, and `final_info` in a list, as gymnasium 0.29 did."""
+
+        def __init__(self, functions):
+            mode = gymnasium.vector.AutoresetMode.SAME_STEP
+            super().__init__(functions, autoreset_mode=mode)
+
+        def step(self, actions):
+            *transition, infos = super().step(actions)
+            if "final_info" in infos:
+                episodes = infos["final_info"]["episode"]
+                infos["final_info"] = [
+                    {"episode": {name: episodes[name][i] for name in "rl"}} if ended else None
+                    for i, ended in enumerate(infos["_final_info"])
+                ]
+            return *transition, infos
+
+    gymnasium.vector.SyncVectorEnv = Envs
+
+    def run(options, write):
+        writer = types.SimpleNamespace(
+            add_text=lambda *_: None, add_scalar=write, close=lambda: None
+        )
+        tensorboard = types.SimpleNamespace(SummaryWriter=lambda folder: writer)
+        sys.modules["torch.utils.tensorboard"] = tensorboard
+        words = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
+        sys.argv = ["ppo", *words]
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_path(f"{path}/cleanrl/ppo.py", run_name="__main__")
+
+    return run
+
+
+def cleanrl_curve(path, options, seeds):
+    """Environment steps [U] and mean training returns [U, S]; NaN if no episode ended."""
+    run = cleanrl_script(path)
+    curves = []
+    for seed in range(1, seeds + 1):  # its default is 1
+        updates, episodes = [], []
+
+        def write(name, value, step, updates=updates, episodes=episodes):
+            if name == "charts/episodic_return":
+                episodes.append((len(updates), value))
+            if name == "charts/SPS":  # the last of an update
+                updates.append(step)
+
+        run({**options, "seed": seed}, write)
+        update, returns = np.array(episodes).T
+        update = update.astype(int)
+        total = np.bincount(update, returns, minlength=len(updates))
+        count = np.bincount(update, minlength=len(updates))
+        curves.append(np.where(count > 0, total / np.maximum(count, 1), np.nan))
+    return np.array(updates), np.stack(curves, axis=1)
+
+
 def cleanrl(path, script, options, steps_per_call, calls):
-    """Its script runs once, from the first to the last line; what warms up is its beginning."""
+    """What warms up is the beginning of a single run."""
     batch = options["num_envs"] * options["num_steps"]
     updates = max(1, steps_per_call // 20 // batch)  # it takes its time
-    reached = []  # (environment steps, seconds) after each update
+    sizes = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
+    ends = []  # seconds
 
-    class Writer:
-        def __init__(self, folder):
-            pass
+    def write(name, value, step):
+        if name == "charts/SPS" and step % (updates * batch) == 0:
+            ends.append(time.perf_counter())
 
-        def add_text(self, *args):
-            pass
-
-        def add_scalar(self, name, value, step):
-            if name == "charts/SPS":
-                reached.append((step, time.perf_counter()))
-
-        def close(self):
-            pass
-
-    sys.modules["torch.utils.tensorboard"] = types.SimpleNamespace(SummaryWriter=Writer)
-    arguments = {
-        "num-envs": options["num_envs"],
-        "num-steps": options["num_steps"],
-        "update-epochs": options["update_epochs"],
-        "num-minibatches": options["num_minibatches"],
-        "total-timesteps": (calls + 1) * updates * batch,
-    }
-    sys.argv = ["ppo", *(f"--{option}={value}" for option, value in arguments.items())]
-    with contextlib.redirect_stdout(io.StringIO()):
-        runpy.run_path(f"{path}/cleanrl/ppo.py", run_name="__main__")
-    ends = [seconds for step, seconds in reached if step % (updates * batch) == 0]
+    options = {name: options[name] for name in sizes}
+    cleanrl_script(path)({**options, "total_timesteps": (calls + 1) * updates * batch}, write)
     return 0.0, updates * batch, list(np.diff(ends))
 
 
-def jaxmarl_trainer(path, options, steps):
-    """The training of `ippo_ff_mpe.py`, with its defaults but for `options`, as one function."""
+def jaxmarl_trainer(path, options):
+    """The training of `ippo_ff_mpe.py`, with its defaults but for `options`, and its settings."""
     import wandb
 
     sys.path.insert(0, f"{path}/baselines/IPPO")
@@ -330,34 +425,78 @@ def jaxmarl_trainer(path, options, steps):
     wandb.log = lambda *_: None  # its callback after every update still runs
     with open(f"{path}/baselines/IPPO/config/ippo_ff_mpe.yaml") as file:
         config = yaml.safe_load(file)
-    # PyYAML reads 1e7 as a word.
-    return ippo_ff_mpe.make_train({**config, "TOTAL_TIMESTEPS": steps, **options})
+    config |= {"TOTAL_TIMESTEPS": 10_000_000, **options}  # PyYAML reads its 1e7 as a word.
+    return ippo_ff_mpe.make_train(config), config
+
+
+def jaxmarl_curve(path, options, seeds):
+    """Environment steps [U] and mean training returns [U, S] of the team.
+
+    Its log has the return of an agent multiplied by their number: the mean over agents is the sum.
+    Before the first episode has ended it counts as 0, so the first update is left out.
+    """
+    train, config = jaxmarl_trainer(path, options)
+    metrics = jax.jit(jax.vmap(train))(jax.random.split(jax.random.PRNGKey(0), seeds))["metrics"]
+    returns = np.asarray(metrics["returned_episode_returns"]).T  # [U, S]
+    steps = config["NUM_ENVS"] * config["NUM_STEPS"] * np.arange(1, len(returns) + 1)
+    return steps[1:], returns[1:]
 
 
 def jaxmarl(path, script, options, steps_per_call, calls):
     sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
     batch = options["num_envs"] * options["num_steps"]
     steps = max(1, steps_per_call // batch) * batch
-    train = jaxmarl_trainer(path, sizes, steps)
+    train, _ = jaxmarl_trainer(path, {**sizes, "TOTAL_TIMESTEPS": steps})
     seconds, call = compiled(train, jax.random.PRNGKey(0))
     return seconds, steps, timed_calls(call, calls)
 
 
-def xland(path, script, options, steps_per_call, calls):
+def xland_module(path):
+    """Its `train_single_task.py`, with Python 3.11 and without pyrallis."""
     import xminigrid  # noqa: F401  before the patch below
-    from flax.jax_utils import replicate
 
     sys.path.insert(0, f"{path}/training")
     sys.modules["pyrallis"] = types.SimpleNamespace(wrap=lambda: lambda function: function)
     # Its dataclass has arrays as defaults, which Python refuses from 3.11 on.
     asarray, jax.numpy.asarray = jax.numpy.asarray, np.float32
-    import train_single_task as xland
+    import train_single_task
 
     jax.numpy.asarray = asarray
+    return train_single_task
 
+
+def xland_program(module, config):
+    """Returns the seconds to compile, and a call that trains and waits for its result."""
+    from flax.jax_utils import replicate
+
+    key, env, env_params, hidden, train_state = module.make_states(config)
+    args = (
+        jax.random.split(key, 1),
+        *(replicate(x, jax.local_devices()) for x in (train_state, hidden)),
+    )
+    start = time.perf_counter()
+    program = module.make_train(env, env_params, config).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    return seconds, lambda: jax.block_until_ready(program(*args))
+
+
+def xland_curve(path, options, seeds):
+    """Environment steps [U] and mean returns of its evaluations after every update [U, S]."""
+    module = xland_module(path)
+    returns = []
+    for seed in range(seeds):
+        config = module.TrainConfig(**options, seed=seed)
+        _, call = xland_program(module, config)
+        returns.append(np.asarray(call()["loss_info"]["eval/returns"][0]))  # [U] of one device
+    batch = config.num_envs * config.num_steps
+    return batch * np.arange(1, len(returns[0]) + 1), np.stack(returns, axis=1)
+
+
+def xland(path, script, options, steps_per_call, calls):
+    module = xland_module(path)
     batch = options["num_envs"] * 16
     steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
-    config = xland.TrainConfig(
+    config = module.TrainConfig(
         num_envs=options["num_envs"],
         num_minibatches=options["num_minibatches"],
         obs_emb_dim=options["embedding_size"] // 2,  # tile and colour each
@@ -367,23 +506,13 @@ def xland(path, script, options, steps_per_call, calls):
         eval_episodes=1,
     )
     no_evaluation = Evaluation(jax.numpy.zeros(()), jax.numpy.zeros(()))
-    xland.rollout = lambda *_: no_evaluation
-    key, env, env_params, hidden, train_state = xland.make_states(config)
-    args = (
-        jax.random.split(key, 1),
-        *(replicate(x, jax.local_devices()) for x in (train_state, hidden)),
-    )
-    start = time.perf_counter()
-    program = xland.make_train(env, env_params, config).lower(*args).compile()
-    seconds = time.perf_counter() - start
-    return seconds, steps, timed_calls(lambda: jax.block_until_ready(program(*args)), calls)
+    module.rollout = lambda *_: no_evaluation
+    seconds, call = xland_program(module, config)
+    return seconds, steps, timed_calls(call, calls)
 
 
 if __name__ == "__main__":  # how well JaxMARL's baseline plays: DIR [LR=1e-3 ...]
     folder, *words = sys.argv[1:]
-    options = {name: float(value) for name, value in (word.split("=") for word in words)}
-    train = jax.jit(jax.vmap(jaxmarl_trainer(folder, options, 1_000_000)))
-    metrics = train(jax.random.split(jax.random.PRNGKey(0), 3))["metrics"]
-    returns = metrics["returned_episode_returns"]  # [seeds, updates], of the team
-    returns = returns[:, -(returns.shape[1] // 20) :].mean(axis=1)
-    print(f"last 5 % of updates: {returns.mean():.1f} ± {returns.std():.1f} {returns}")
+    steps, returns = jaxmarl_curve(folder, {"TOTAL_TIMESTEPS": 1_000_000, **parse(words)}, 3)
+    final = returns[steps > 0.95 * steps[-1]].mean(axis=0)  # of each seed
+    print(f"last 5 % of updates: {final.mean():.1f} ± {final.std():.1f} {final}")

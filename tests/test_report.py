@@ -76,6 +76,16 @@ def test_a_missing_training_return_is_interpolated(tmp_path):
     np.testing.assert_array_equal(curve.values, [[0, 1], [2, 3], [4, 5]])
 
 
+def test_peers_are_described_and_slow_ones_have_fewer_seeds():
+    import peers
+
+    assert set(learning.PEERS) == set(learning.PEER_RETURNS)
+    assert all(hasattr(peers, f"{kind}_curve") for kind in learning.PEERS)
+    (row,) = learning.all_rows("DoorKey-5x5__xland")
+    assert row.seeds == 3 < row.task.seeds
+    assert row.command == "learning.py --learn xland (env_id=MiniGrid-DoorKey-5x5, 3 seeds)"
+
+
 def test_the_interval_of_the_median_is_that_of_scipy():
     values = np.random.default_rng(1).normal(size=9)
     median, low, high = learning.median_interval(values)
