@@ -1,8 +1,9 @@
 """The same work by other systems, each from a checkout of its own (see peers.md).
 
-Every function takes the folder of the checkout, a script of ours with its configuration, the
-environment steps per call and the number of timed calls, and returns the seconds to compile, the
-steps of a call and the seconds of each call.
+A function with the name of a peer takes the folder of the checkout, a script of ours with its
+configuration, the environment steps per call and the number of timed calls, and returns the seconds
+to compile, the steps of a call and the seconds of each call. PEER_curve takes the folder, settings
+that replace the peer's own and the number of seeds, and returns a learning curve.
 """
 
 import contextlib
