@@ -91,18 +91,19 @@ def test_the_coefficient_keeps_the_kl_near_its_target(kl, factor):
 
 
 # ---------------------------------------- training
-def train(**changes):
+def train(drift):
     """State, and metrics of the updates of one seed on one device."""
-    init, train, *_ = module.make_train(tiny(module, num_evals=1, **changes))
+    config = tiny(module, drift=drift, num_evals=1, lr=1e-2, kl_target=1e-3)
+    init, train, *_ = module.make_train(config)
     state, metrics = train(init(jax.random.split(jax.random.key(0), jax.local_device_count())))
     return state, {name: np.array(x)[0, :, 0] for name, x in metrics.items()}
 
 
 def test_clip_trains_what_ppo_ff_trains():
     ppo_ff = load_script("ppo_ff")
-    init, train_ff, *_ = ppo_ff.make_train(tiny(ppo_ff, num_evals=1))
+    init, train_ff, *_ = ppo_ff.make_train(tiny(ppo_ff, num_evals=1, lr=1e-2))
     expected, _ = train_ff(init(jax.random.split(jax.random.key(0), jax.local_device_count())))
-    state, _ = train(drift="clip")
+    state, _ = train("clip")
     check = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
     jax.tree.map(check, state.params, expected.params)
 
@@ -110,14 +111,14 @@ def test_clip_trains_what_ppo_ff_trains():
 def test_every_drift_trains_in_its_own_way():
     ends = []
     for drift in DRIFTS:
-        state, metrics = train(drift=drift, lr=1e-2, kl_target=1e-3)
+        state, metrics = train(drift)
         assert all(np.isfinite(metrics[name]).all() for name in ("loss/total", "policy/kl"))
         ends.append(np.concatenate([x.ravel() for x in jax.tree.leaves(state.params)]))
     assert len({end.tobytes() for end in ends}) == len(DRIFTS)
 
 
 def test_the_adaptive_coefficient_follows_the_kl_of_each_update():
-    _, metrics = train(drift="adaptive_kl", lr=1e-2, kl_target=1e-3)
+    _, metrics = train("adaptive_kl")
     coef, kl = metrics["policy/kl_coef"], metrics["policy/kl"]
     factor = np.where(kl < 1e-3 / 1.5, 0.5, np.where(kl > 1.5e-3, 2, 1))
     np.testing.assert_array_equal(coef[1:], (coef * factor)[:-1])
