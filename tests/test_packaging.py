@@ -8,9 +8,9 @@ import tomllib
 from importlib import metadata
 
 import pytest
-from conftest import ROOT, SCRIPTS
+from conftest import ROOT, TINY
 
-ALL = sorted([*SCRIPTS, "disco", "disco_meta", "ippo"])
+ALL = sorted([*TINY, "disco", "disco_meta", "ippo"])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BOUNDS = {re.match(r"[\w-]+", line).group(): line for line in PROJECT["dependencies"]}
 EXTRAS = PROJECT["optional-dependencies"]
