@@ -83,7 +83,7 @@ IDEAS = {  # name: script, configuration, replacements
         EMPTY,
         [
             (
-                "jax.lax.fori_loop(0, jnp.int32(rollout.truncated.any()), once, rollout.value)",
+                "jax.lax.fori_loop(0, jnp.int32((x.done & ~x.terminated).any()), once, x.value)",
                 "critic(final)",
             )
         ],

@@ -24,9 +24,9 @@ WORDS = flags(tiny(module, **SHORT, num_seeds=2, num_evals=4))
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory):
-    """12 tasks: one of two balls of four colors pays."""
+    """Twelve tasks."""
     path = tmp_path_factory.mktemp("tasks") / "objects.bz2"
-    tasks = make_rulesets.make_rulesets(["ball"], 4, 2, 10_000, 0)
+    tasks = make_rulesets.make_rulesets(0, 12, 0)
     make_rulesets.save_bz2_pickle(tasks, str(path))
     return str(path)
 
@@ -79,17 +79,17 @@ def test_a_trial_is_so_many_episodes_of_one_task(kind, objects):
     np.testing.assert_allclose(next_obs.prev_reward, np.where(done, 0, reward), rtol=1e-6)
     np.testing.assert_array_equal(after.timestep.state.step_num == 0, ended)
 
-    # At every start of an episode: the layout or the goal, by task.
-    grid, goal = after.timestep.state.grid, after.timestep.state.goal_encoding
+    # At every start of an episode: the layout or the rules, by task.
+    grid, rules = after.timestep.state.grid, after.timestep.state.rule_encoding
     starts = {}
     for t, n in np.argwhere(ended):
         seen = starts.setdefault(after.task[t, n], (set(), set()))
         seen[0].add(grid[t, n].tobytes() + after.timestep.state.agent.position[t, n].tobytes())
-        seen[1].add(goal[t, n].tobytes())
-    assert {len(goals) for _, goals in starts.values()} == {1}
+        seen[1].add(rules[t, n].tobytes())
+    assert {len(rules) for _, rules in starts.values()} == {1}
     layouts = [len(layouts) for layouts, _ in starts.values()]
     assert set(layouts) == {1} if kind == "layouts" else max(layouts) > 1
-    assert len({goals.copy().pop() for _, goals in starts.values()}) > 1 or kind == "layouts"
+    assert len({rules.copy().pop() for _, rules in starts.values()}) > 1 or kind == "layouts"
 
 
 def test_training_and_evaluation_never_share_a_task(objects):
@@ -253,24 +253,45 @@ def test_an_interrupted_run_continues_to_the_same_bits(meta_run, tmp_path):
 
 
 # -------------------------------------- rulesets
-def test_rulesets_are_distinct_and_solvable(objects):
-    benchmark = xminigrid.benchmarks.load_benchmark_from_path(objects)
-    assert benchmark.num_rulesets() == 12
-    goals, tiles = np.array(benchmark.goals), np.array(benchmark.init_tiles)
-    tasks = {goal.tobytes() + objects.tobytes() for goal, objects in zip(goals, tiles, strict=True)}
-    assert len(tasks) == 12 and tiles.shape == (12, 2, 2)
-    assert (tiles == goals[:, None, 1:3]).all(-1).any(-1).all()  # the paying object lies about
-    assert (tiles[:, 0] != tiles[:, 1]).any(-1).all()
-    for a, b in zip(goals[::2], goals[1::2], strict=True):  # each object of a set pays in one task
-        assert (a != b).any()
+@pytest.mark.parametrize("distractors", [0, 2])
+def test_an_object_pays_from_two_of_its_sides(distractors):
+    tasks = make_rulesets.make_rulesets(distractors, 8, 0)
+    env, params = xminigrid.make("XLand-MiniGrid-R1-9x9")
+
+    @jax.jit
+    def approach(ruleset, position, direction):
+        """One step forward, next to the object in the middle of the room."""
+        timestep = env.reset(params.replace(ruleset=ruleset), jax.random.PRNGKey(0))
+        agent = timestep.state.agent.replace(position=position, direction=direction)
+        grid = xminigrid.core.grid.room(9, 9).at[4, 4].set(ruleset.init_tiles[0])
+        state = timestep.state.replace(agent=agent, grid=grid)
+        after = env.step(params, timestep.replace(state=state), 0)
+        return after.reward > 0, after.state.grid[4, 4]
+
+    # Two cells below, to the left, above, to the right, looking at the object: 0 is up.
+    starts = jnp.array([[6, 4], [4, 2], [2, 4], [4, 6]]), jnp.arange(4)
+    sides = []
+    for k in range(8):
+        parts = (tasks["goals"][k], tasks["rules"][k], tasks["init_tiles"][k])
+        ruleset = xminigrid.types.RuleSet(*parts)
+        pays, left = jax.vmap(approach, (None, 0, 0))(ruleset, *starts)
+        assert pays.tolist() in ([True, False] * 2, [False, True] * 2)
+        gone = (left == make_rulesets.GONE).all(-1)
+        np.testing.assert_array_equal(gone, ~pays)  # cannot be tried again
+        sides.append(bool(pays[0]))
+    assert 0 < sum(sides) < 8
 
 
-def test_rulesets_are_drawn_by_the_seed():
-    make = lambda seed: make_rulesets.make_rulesets(["ball", "star"], 8, 3, 100, seed)
-    first, again, other = (np.array(make(seed)["init_tiles"]) for seed in (0, 0, 1))
-    assert len(first) == 100 and (first == again).all() and (first != other).any()
-    with pytest.raises(ValueError, match="objects = 9"):
-        make_rulesets.make_rulesets(["ball"], 8, 9, 100, 0)
+def test_rulesets_are_distinct_and_drawn_by_the_seed():
+    make = lambda seed, size=100: make_rulesets.make_rulesets(1, size, seed)
+    first, again, other = make(0), make(0), make(1)
+    parts = [np.array(first[name]).reshape(100, -1) for name in ("rules", "init_tiles")]
+    assert len(np.unique(np.hstack(parts), axis=0)) == 100
+    assert all((first[name] == again[name]).all() for name in first)
+    assert any((first[name] != other[name]).any() for name in first)
+    assert len(make_rulesets.make_rulesets(0, 10_000, 0)["goals"]) == 120  # all there are
+    with pytest.raises(ValueError, match="distractors = 9"):
+        make_rulesets.make_rulesets(9, 100, 0)
 
 
 # ----------------------------------------- tools

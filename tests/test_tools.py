@@ -356,7 +356,7 @@ def test_a_picture_moves_with_its_state(env_id, script):
     """`advance` returns the state in which the script's step ends."""
     module = load_script(script)
     reset, step, num_actions = module.make_env(module.Config(env_id=env_id))
-    draw, advance, fps = make_viewer(env_id)
+    draw, advance, fps, _ = make_viewer(env_id)
     _, state = reset(jax.random.PRNGKey(0))
     before = draw(state)
     for key in jax.random.split(jax.random.PRNGKey(1), 5):
@@ -431,7 +431,7 @@ def test_a_picture_of_many_agents_moves_with_its_state(env_id):
     """`advance` returns the state in which the script's step ends."""
     import ippo
 
-    draw, advance, fps = make_viewer(env_id)
+    draw, advance, fps, _ = make_viewer(env_id)
     reset, step, _, continuous = ippo.make_env(ippo.Config(env_id=env_id))
     obs, env_state = reset(jax.random.PRNGKey(0))
     before, step, advance = draw(env_state), jax.jit(step), jax.jit(advance)
