@@ -173,7 +173,8 @@ class ActorCritic(nn.Module):
             h, w, _ = obs.shape
             patches = [obs[i : h - 2 + i, j : w - 2 + j] for i in range(3) for j in range(3)]
             x = nn.relu(dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1)))  # [h - 2, w - 2, 16]
-            return nn.relu(dense(self.hidden_size, 2**0.5)(x.ravel()))
+            x = dense(self.hidden_size, 2**0.5)(x.ravel())
+            return nn.relu(nn.LayerNorm(use_bias=False, use_scale=False)(x))
         x = nn.tanh(dense(self.hidden_size, 2**0.5)(obs.ravel()))
         return nn.tanh(dense(self.hidden_size, 2**0.5)(x))
 

@@ -14,7 +14,6 @@ RESET_VALUE = """\
 last_value = jax.vmap(critic)(runner.obs)  # [N]
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])"""
 STEPS = "steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)"
-CNN_OUTPUT = "dense(self.hidden_size, 2**0.5)(x.ravel())"
 KERNEL = "kernel_init=nn.initializers.orthogonal(scale)"
 OBS = "obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)\n"
 
@@ -28,7 +27,7 @@ PPO = {
     "Adam epsilon 1e-8": [("eps=1e-5", "eps=1e-8")],
     "target KL 0.02": "--target-kl 0.02",
 }
-CNN = {"layer normalization": [(CNN_OUTPUT, f"nn.LayerNorm()({CNN_OUTPUT})")]}
+CNN = {"no layer normalization": [("nn.LayerNorm(use_bias=False, use_scale=False)(x)", "x")]}
 NORMALIZATION = {
     "no reward scaling": "--no-normalize-reward",
     "no observation statistics": [(OBS, "obs = 1.0 * obs\n")],

@@ -282,7 +282,8 @@ def test_convolutional_network_is_that_of_flax():
         conv = nn.Conv(16, (3, 3), padding="VALID")
         weights = {"kernel": kernel, "bias": params["Dense_0"]["bias"]}
         x = nn.relu(conv.apply({"params": weights}, image[None])[0]).reshape(-1)
-        x = nn.relu(nn.Dense(8).apply({"params": params["Dense_1"]}, x))
+        x = nn.Dense(8).apply({"params": params["Dense_1"]}, x)
+        x = nn.relu((x - x.mean()) / jnp.sqrt(x.var() + 1e-6))
         logits = nn.Dense(3).apply({"params": params["Dense_2"]}, x)
         value = nn.Dense(1).apply({"params": params["Dense_3"]}, x)
         return jax.nn.log_softmax(logits), value[0]
