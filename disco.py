@@ -9,9 +9,9 @@ has learned too; q predicts returns. One update:
     targets      returns = Retrace(q of the target network)
                  policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
     divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
-                 + 0.2 cross_entropy(q, returns), reduced by one Adam step
+                 + 0.2 cross_entropy(returns, q), reduced by one Adam step
 
-As in the original, which values and targets match to 1e-9 in float64 (tests/test_disco.py), a time
+Values and targets match the original's to 1e-9 in float64 (tests/test_disco.py). As there, a time
 limit counts as a termination, and the step after an episode's end has no loss. Deviation: num_envs,
 replay_size and replay_batch are totals over the devices. `--rule` offers two baselines.
 
@@ -19,7 +19,7 @@ Shapes: L steps, T = L - 1 transitions, A actions, D devices, S seeds; N, B, C a
 
     python disco.py
 
-Seeds 0-2 reach a return of 0.9 after 28k to 36k steps and end at 1.00; chance: -0.75.
+Seeds 0-2 reach a training return of 0.9 after 28k to 36k steps and end at 1.00; chance: -0.75.
 """
 
 # /// script
@@ -218,7 +218,7 @@ class Agent(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
-        """One observation [...] -> AgentOutput. With an action, outputs for it alone."""
+        """One observation [...] -> AgentOutput. With an action: z, aux_pi and q for it alone."""
         config = self.config
         x = nn.relu(dense(config.hidden_size, "torso_0")(obs.ravel().astype(float)))
         x = dense(config.feature_size, "torso_1")(x)
@@ -693,7 +693,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     updates, opt_state = optimizer.update(grads, state.opt_state)
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
-    step_size = 1 - config.target_decay  # pre-update params
+    step_size = 1 - config.target_decay  # towards old params
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -739,8 +739,8 @@ def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Unmeasured metrics [D, updates, S]
-    are NaN. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
+    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    unmeasured. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -878,7 +878,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder
+    state = broadcast_one_to_all(state)  # needs no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 

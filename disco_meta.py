@@ -21,7 +21,7 @@ environments are per agent and device.
     python disco_meta.py --seed 1
 
 Rules meta-trained with seeds 1, 2 and 3 (24 to 30 minutes each on one CPU core) taught new agents
-Catch 5x5 in 816k steps: return 0.99, 0.50 and 0.85 (means of three agents; random: -0.55).
+Catch 5x5 in 816k steps: return 0.99, 0.50 and 0.85 (means of three agents; a random rule: -0.55).
 """
 
 # /// script
@@ -187,7 +187,7 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """That of disco.py; like the notebook's, no meta-gradient through Adam's denominator."""
+    """disco.py's, without meta-gradients through Adam's denominator, as in the notebook."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
@@ -250,7 +250,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = unroll(network, agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # No ratio on the mean, as in the notebook. Not stored: moments are of training rollouts.
+    # As in the notebook, the mean has no ratio, and the moments updated here are not stored.
     mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()

@@ -12,8 +12,8 @@ one XLA program. Deliberate deviations from the papers or most implementations:
 - advantages are normalized per minibatch, across all devices;
 - actor and critic have separate optimizers and epochs; `--target-kl` stops the actor alone;
 - an agent that is done early, except in SMAX, gets no gradient until the next episode.
-`eval/return` is the sum over agents: K times a shared reward. Observations are flattened and padded
-to one size.
+`eval/return` sums over agents: with a shared reward, K times its return. Observations are flattened
+and padded to one size.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
 
@@ -127,8 +127,8 @@ class Rings:
 
     Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
     (a + k) % 3 - 1 cells: what is right for one agent is wrong for the others. Arriving pays 1 and
-    ends that agent's episode; other steps cost 0.2; the time limit is 8 steps. The best return, d
-    cells away, is 1.2 - 0.2 d; the mean of the team's is 1 + 14 / 15 + 0.9 = 2.833.
+    ends that agent's episode; other steps cost 0.2; the time limit is 8 steps. From d cells away
+    the best return is 1.2 - 0.2 d; the team's mean is 1 + 14 / 15 + 0.9 = 2.833.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
@@ -242,7 +242,7 @@ def make_env(config: Config) -> tuple:
         if continuous:
             action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
         actions = dict(zip(names, action, strict=True))
-        # Step twice: an end even with the clock at zero is a termination.
+        # Step also with the clock at zero: an episode that ends even then is terminated.
         rewind = lambda path, x: jnp.zeros_like(x) if jax.tree_util.keystr(path) == clock else x
         rewound = jax.tree.map_with_path(rewind, env_state)
         _, _, _, done_anyway, _ = env.step_env(step_key, rewound, actions)
@@ -415,8 +415,8 @@ def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Unmeasured metrics [D, updates, S]
-    are NaN. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
+    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    unmeasured. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -643,7 +643,7 @@ def restore(state, config: Config, run_dir: Path):
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
         raise ConfigError(f"{path} is missing or unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # no shared folder
+    state = broadcast_one_to_all(state)  # needs no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 
 
