@@ -68,7 +68,7 @@ class Config:
     num_envs: int = 256  # parallel environments per seed, over all devices
     num_steps: int | None = None  # rollout length; None: 64, or 16 if num_envs > 1024
     # Algorithm
-    update_epochs: int = 1  # passes over each rollout
+    update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int = 8  # features per tile
     conv_size: int = 8  # channels of the first convolution, then doubled twice

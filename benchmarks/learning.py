@@ -22,6 +22,7 @@ import datetime
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from importlib.metadata import version
@@ -102,8 +103,22 @@ def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Ta
     return Task(env_id, threshold, 5, systems)
 
 
+def meta(title: str, threshold: float, options: str) -> Task:
+    systems = {
+        "ppo_meta": options,
+        "ppo_meta memory reset every episode": f"{options} --reset-memory",
+    }
+    none = {"ppo_meta no memory": f"{options} --no-memory"}
+    return Task(title, threshold, 3, {"ppo_meta": options, **reset, **none})
+
+
 NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
+SHAPES = (
+    "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/shapes.bz2"
+    """ --env-params '{"height": 6, "width": 6, "max_steps": 7}'"""
+    " --total-timesteps 2e7 --num-evals 20 --eval-episodes 4096"
+)
 SPREAD = "--env-id MPE_simple_spread_v3"
 SECTIONS = {
     "Classic control": [
@@ -137,6 +152,7 @@ SECTIONS = {
         minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
         minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
     ],
+    "Meta-learning": [meta("Which shape pays", 0.35, SHAPES)],
     "Several agents": [
         Task("rings", 2.8, 10, {"ippo": RINGS}),
         Task(
@@ -226,7 +242,7 @@ class Row(NamedTuple):
 
     @property
     def words(self) -> list[str]:
-        return self.task.systems[self.system].split()
+        return shlex.split(self.task.systems[self.system])
 
     @property
     def seeds(self) -> int:
@@ -234,7 +250,7 @@ class Row(NamedTuple):
 
     @property
     def command(self) -> str:
-        words = " ".join([*self.words, "--num-seeds", str(self.seeds)])
+        words = shlex.join([*self.words, "--num-seeds", str(self.seeds)])
         peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.seeds} seeds)"
         return peer if self.kind in PEERS else f"python {self.kind}.py {words}"
 
@@ -246,8 +262,15 @@ def all_rows(pattern: str, tasks: list[Task] | None = None) -> list[Row]:
 
 
 # -------------------------------------------- measure
-def run_ours(row: Row) -> np.ndarray:
-    """Evaluations [K, 3]: seed, environment steps, return."""
+def run_ours(row: Row) -> tuple[np.ndarray, list[str]]:
+    """Evaluations [K, 3 + E]: seed, environment steps, return, and those of E episodes of a trial.
+
+    Also returns the names of the last E columns.
+    """
+    shapes = ROOT / "runs" / "shapes.bz2"
+    if row.kind == "ppo_meta" and not shapes.exists():
+        command = [sys.executable, ROOT / "benchmarks" / "make_rulesets.py", shapes]
+        subprocess.run(command, check=True)
     run_dir = RUNS / row.name
     words = [*row.words, "--num-seeds", str(row.seeds), "--run-dir", str(run_dir)]
     script = ROOT / f"{row.kind}.py"
@@ -258,7 +281,10 @@ def run_ours(row: Row) -> np.ndarray:
     subprocess.run([sys.executable, "-W", "ignore", script, *words], cwd=ROOT, check=True)
     with open(run_dir / "metrics.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["eval/return"]]
-    return np.array([[float(x[k]) for k in ("seed", "env_steps", "eval/return")] for x in rows])
+    episodes = [name for name in rows[0] if name.startswith("eval/return/")]
+    names = ["seed", "env_steps", "eval/return", *episodes]
+    curve = np.array([[float(x[name]) for name in names] for x in rows])
+    return curve, [name.removeprefix("eval/return/") for name in episodes]
 
 
 def run_peer(row: Row, path: Path, points: int = 50) -> np.ndarray:
@@ -321,13 +347,17 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         ]
         if row.kind in PEERS:
             about += [f"# peer: {PEERS[row.kind]}", f"# returns: {PEER_RETURNS[row.kind]}"]
-            curve = run_peer(row, peers[row.kind])
+            curve, episodes = run_peer(row, peers[row.kind]), []
         else:
             about += [f"# change: {x}" for x in change_lines(row)]
             about += ["# returns: evaluations on full fresh episodes"]
-            curve = run_ours(row)
-        lines = [f"{seed:.0f},{steps:.0f},{value:.6g}" for seed, steps, value in curve]
-        path.write_text("\n".join([*about, "seed,env_steps,return", *lines, ""]))
+            curve, episodes = run_ours(row)
+        header = ",".join(["seed", "env_steps", "return", *episodes])
+        lines = [
+            ",".join([f"{seed:.0f}", f"{steps:.0f}", *(f"{x:.6g}" for x in values)])
+            for seed, steps, *values in curve
+        ]
+        path.write_text("\n".join([*about, header, *lines, ""]))
 
 
 def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
@@ -499,6 +529,10 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
 """
+TRIAL_INTRODUCTION = """
+Returns of the episodes of a trial, on tasks that training never shows (mean ± standard deviation
+over seeds):
+"""
 ABLATION_INTRODUCTION = """
 ## Ablations
 
@@ -550,7 +584,27 @@ def report() -> str:
         text += "Commands:\n\n```bash\n"
         ours = [curve.about["command"] for row, curve in curves if row.kind not in PEERS]
         text += "\n".join(ours) + "\n```\n"
+        trials = [row for row, _ in curves if row.kind == "ppo_meta"]
+        text += trial_table(trials) if trials else ""
     return text + ablation_tables()
+
+
+def trial_table(rows: list[Row]) -> str:
+    """Returns of the episodes of a trial in the last 5 % of the steps, and last / first."""
+    text = ""
+    for row in rows:
+        lines = (RESULTS / f"{row.name}.csv").read_text().splitlines()
+        table = np.array([x.split(",") for x in lines if x[:1].isdigit()], float)
+        table = table[table[:, 1] > 0.95 * table[:, 1].max()]
+        episodes = np.stack([table[table[:, 0] == k, 3:].mean(0) for k in np.unique(table[:, 0])])
+        ratio = episodes[:, -1] / episodes[:, 0]  # [S]
+        if not text:
+            names = [f"episode {k + 1}" for k in range(episodes.shape[1])]
+            text = TRIAL_INTRODUCTION + f"\n| system | {' | '.join(names)} | last / first |\n"
+            text += "|---" * (len(names) + 2) + "|\n"
+        cells = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (*episodes.T, ratio)]
+        text += f"| [{row.system}]({CSVS}/{row.name}.csv) | {' | '.join(cells)} |\n"
+    return text
 
 
 def ablation_tables() -> str:

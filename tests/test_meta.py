@@ -26,7 +26,7 @@ WORDS = flags(tiny(module, **SHORT, num_seeds=2, num_evals=4))
 def objects(tmp_path_factory):
     """Twelve tasks."""
     path = tmp_path_factory.mktemp("tasks") / "objects.bz2"
-    tasks = make_rulesets.make_rulesets(0, 12, 0)
+    tasks = make_rulesets.make_rulesets(["ball", "square"], 12, 0)
     make_rulesets.save_bz2_pickle(tasks, str(path))
     return str(path)
 
@@ -79,17 +79,17 @@ def test_a_trial_is_so_many_episodes_of_one_task(kind, objects):
     np.testing.assert_allclose(next_obs.prev_reward, np.where(done, 0, reward), rtol=1e-6)
     np.testing.assert_array_equal(after.timestep.state.step_num == 0, ended)
 
-    # At every start of an episode: the layout or the rules, by task.
-    grid, rules = after.timestep.state.grid, after.timestep.state.rule_encoding
+    # At every start of an episode: the layout or the goal, by task.
+    grid, goal = after.timestep.state.grid, after.timestep.state.goal_encoding
     starts = {}
     for t, n in np.argwhere(ended):
         seen = starts.setdefault(after.task[t, n], (set(), set()))
         seen[0].add(grid[t, n].tobytes() + after.timestep.state.agent.position[t, n].tobytes())
-        seen[1].add(rules[t, n].tobytes())
-    assert {len(rules) for _, rules in starts.values()} == {1}
+        seen[1].add(goal[t, n].tobytes())
+    assert {len(goals) for _, goals in starts.values()} == {1}
     layouts = [len(layouts) for layouts, _ in starts.values()]
     assert set(layouts) == {1} if kind == "layouts" else max(layouts) > 1
-    assert len({rules.copy().pop() for _, rules in starts.values()}) > 1 or kind == "layouts"
+    assert len({goals.copy().pop() for _, goals in starts.values()}) > 1 or kind == "layouts"
 
 
 def test_training_and_evaluation_never_share_a_task(objects):
@@ -253,45 +253,41 @@ def test_an_interrupted_run_continues_to_the_same_bits(meta_run, tmp_path):
 
 
 # -------------------------------------- rulesets
-@pytest.mark.parametrize("distractors", [0, 2])
-def test_an_object_pays_from_two_of_its_sides(distractors):
-    tasks = make_rulesets.make_rulesets(distractors, 8, 0)
+def test_one_shape_pays():
+    tasks = make_rulesets.make_rulesets(["ball", "square", "key"], 8, 0)
     env, params = xminigrid.make("XLand-MiniGrid-R1-9x9")
 
     @jax.jit
-    def approach(ruleset, position, direction):
-        """One step forward, next to the object in the middle of the room."""
+    def pick_up(ruleset, tile):
+        """The reward for picking up this object, in front of the agent."""
         timestep = env.reset(params.replace(ruleset=ruleset), jax.random.PRNGKey(0))
-        agent = timestep.state.agent.replace(position=position, direction=direction)
-        grid = xminigrid.core.grid.room(9, 9).at[4, 4].set(ruleset.init_tiles[0])
+        agent = timestep.state.agent.replace(position=jnp.array([5, 4]), direction=0)
+        grid = xminigrid.core.grid.room(9, 9).at[4, 4].set(tile)
         state = timestep.state.replace(agent=agent, grid=grid)
-        after = env.step(params, timestep.replace(state=state), 0)
-        return after.reward > 0, after.state.grid[4, 4]
+        return env.step(params, timestep.replace(state=state), 3).reward
 
-    # Two cells below, to the left, above, to the right, looking at the object: 0 is up.
-    starts = jnp.array([[6, 4], [4, 2], [2, 4], [4, 6]]), jnp.arange(4)
-    sides = []
+    which = []
     for k in range(8):
         parts = (tasks["goals"][k], tasks["rules"][k], tasks["init_tiles"][k])
         ruleset = xminigrid.types.RuleSet(*parts)
-        pays, left = jax.vmap(approach, (None, 0, 0))(ruleset, *starts)
-        assert pays.tolist() in ([True, False] * 2, [False, True] * 2)
-        gone = (left == make_rulesets.GONE).all(-1)
-        np.testing.assert_array_equal(gone, ~pays)  # cannot be tried again
-        sides.append(bool(pays[0]))
-    assert 0 < sum(sides) < 8
+        pays = jax.vmap(pick_up, (None, 0))(ruleset, ruleset.init_tiles) > 0
+        assert pays.sum() == 1
+        which.append(int(pays.argmax()))
+        expected = [make_rulesets.SHAPES[shape] for shape in ("ball", "square", "key")]
+        assert ruleset.init_tiles[:, 0].tolist() == expected
+    assert set(which) == {0, 1, 2}
 
 
 def test_rulesets_are_distinct_and_drawn_by_the_seed():
-    make = lambda seed, size=100: make_rulesets.make_rulesets(1, size, seed)
+    make = lambda seed, size=150: make_rulesets.make_rulesets(["ball", "key"], size, seed)
     first, again, other = make(0), make(0), make(1)
-    parts = [np.array(first[name]).reshape(100, -1) for name in ("rules", "init_tiles")]
-    assert len(np.unique(np.hstack(parts), axis=0)) == 100
+    parts = [np.array(first[name]).reshape(150, -1) for name in ("goals", "init_tiles")]
+    assert len(np.unique(np.hstack(parts), axis=0)) == 150
     assert all((first[name] == again[name]).all() for name in first)
     assert any((first[name] != other[name]).any() for name in first)
-    assert len(make_rulesets.make_rulesets(0, 10_000, 0)["goals"]) == 120  # all there are
-    with pytest.raises(ValueError, match="distractors = 9"):
-        make_rulesets.make_rulesets(9, 100, 0)
+    assert len(make(0, 10_000)["goals"]) == 200  # all there are
+    with pytest.raises(ValueError, match="two different shapes"):
+        make_rulesets.make_rulesets(["ball", "ball"], 100, 0)
 
 
 # ----------------------------------------- tools
