@@ -104,12 +104,9 @@ def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Ta
 
 
 def meta(title: str, threshold: float, options: str) -> Task:
-    systems = {
-        "ppo_meta": options,
-        "ppo_meta memory reset every episode": f"{options} --reset-memory",
-    }
-    none = {"ppo_meta no memory": f"{options} --no-memory"}
-    return Task(title, threshold, 3, {"ppo_meta": options, **reset, **none})
+    forget = {"ppo_meta reset memory": "--reset-memory", "ppo_meta no memory": "--no-memory"}
+    systems = {name: f"{options} {flag}" for name, flag in forget.items()}
+    return Task(title, threshold, 3, {"ppo_meta": options, **systems})
 
 
 NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
