@@ -109,6 +109,19 @@ def meta(title: str, threshold: float, options: str) -> Task:
     return Task(title, threshold, 3, {"ppo_meta": options, **systems})
 
 
+def hidden_velocity(env_id: str, threshold: float) -> Task:
+    options = f"--env-id {env_id} --hide-velocity --num-evals 20"
+    systems = {"ppo_vtrace": options, "ppo_vtrace no memory": f"{options} --no-memory"}
+    return Task(f"{env_id} without velocity", threshold, 5, systems | off_policy(options))
+
+
+def off_policy(options: str) -> dict[str, str]:
+    """Eight epochs of all segments, with V-trace and without."""
+    options += " --draw-fraction 1 --num-minibatches 16 --priority-alpha 0"
+    once = f"{options} --no-recompute-advantages"
+    return {"ppo_vtrace 8 epochs": options, "ppo_vtrace 8 epochs no V-trace": once}
+
+
 NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 SHAPES = (
@@ -116,6 +129,7 @@ SHAPES = (
     """ --env-params '{"height": 6, "width": 6, "max_steps": 7}'"""
     " --total-timesteps 2e7 --num-evals 20 --eval-episodes 4096"
 )
+ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
 SECTIONS = {
     "Classic control": [
@@ -148,6 +162,17 @@ SECTIONS = {
         minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
         minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
         minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
+    ],
+    "V-trace": [
+        hidden_velocity("Pendulum-v1", -250),
+        hidden_velocity("CartPole-v1", 475),
+        Task("Acrobot-v1", -100, 5, {"ppo_vtrace": ACROBOT, **off_policy(ACROBOT)}),
+        Task(
+            "brax/inverted_double_pendulum",
+            5000,
+            3,
+            {"ppo_vtrace": f"--env-id brax/inverted_double_pendulum {BRAX}"},
+        ),
     ],
     "Meta-learning": [meta("Which shape pays", 0.35, SHAPES)],
     "Several agents": [

@@ -39,6 +39,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPTS = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
 SCRIPTS.remove("ppo_drift")  # but for its loss it is ppo_ff; see test_drift.py
 SCRIPTS.remove("ppo_meta")  # but for its trials it is ppo_rnn; see test_meta.py
+SCRIPTS.remove("ppo_vtrace")  # see test_vtrace.py
 
 SMALL = {
     "total_timesteps": 128,
@@ -56,6 +57,7 @@ TINY = {  # what differs from SMALL
     "ppo_drift": {},
     "ppo_continuous": {},
     "ppo_obs_norm": {},
+    "ppo_vtrace": {"num_minibatches": 1},
     "ppo_rnn": {
         "env_id": "MiniGrid-Empty-5x5",
         "embedding_size": 2,

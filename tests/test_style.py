@@ -13,7 +13,7 @@ from test_disco import SMALL as SMALL_DISCO
 
 PPO = ("ppo_ff", "ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_rnn", "ppo_meta")
 FEED_FORWARD = ("ppo_ff", "ppo_continuous", "ppo_obs_norm")
-SCRIPTS = (*PPO, "ippo", "disco")  # with a run part
+SCRIPTS = (*PPO, "ppo_vtrace", "ippo", "disco")  # with a run part
 ALL = (*SCRIPTS, "disco_meta")
 BUDGETS = {  # characters and lines, everything included
     "ppo_ff": (27_000, 580),
@@ -22,6 +22,7 @@ BUDGETS = {  # characters and lines, everything included
     "ppo_obs_norm": (33_000, 700),
     "ppo_rnn": (33_000, 710),
     "ppo_meta": (39_000, 800),
+    "ppo_vtrace": (39_000, 820),
     "ippo": (37_000, 800),
     "disco": (46_000, 980),
     "disco_meta": (22_000, 460),
@@ -33,6 +34,7 @@ DIFFS = {  # parent, child: lines removed and added
     ("ppo_continuous", "ppo_obs_norm"): 120,
     ("ppo_ff", "ppo_rnn"): 260,
     ("ppo_rnn", "ppo_meta"): 200,
+    ("ppo_obs_norm", "ppo_vtrace"): 280,
     ("ppo_ff", "ippo"): 400,
 }
 SHARED = {  # each of these is byte-identical in the scripts named
@@ -45,6 +47,10 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "RunnerState": ("ppo_ff", "ppo_drift", "ppo_continuous"),
     "ActorCritic": ("ppo_ff", "ppo_drift"),
     "GRU": ("ppo_rnn", "ppo_meta"),
+    "Moments": ("ppo_obs_norm", "ppo_vtrace"),
+    "update_moments": ("ppo_obs_norm", "ppo_vtrace"),
+    "scale_reward": ("ppo_obs_norm", "ppo_vtrace"),
+    "make_brax_env": ("ppo_obs_norm", "ppo_vtrace"),
 }
 BANNERS = ["config", "environment", "network", "rollout", "advantage", "loss", "train", "main"]
 
