@@ -6,7 +6,7 @@ or each agent has its own network.
 
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers or most implementations:
+one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are normalized per minibatch, across all devices;
@@ -88,7 +88,7 @@ class Config:
     clip_value: bool = False  # clip value changes to the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # no more epochs above this approximate KL
+    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -96,7 +96,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder: start from its first seed's best parameters
+    init_from: str = ""  # start from the best parameters of this run folder's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 

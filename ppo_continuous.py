@@ -2,7 +2,7 @@
 
 Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers or most implementations:
+one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -12,7 +12,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_continuous.py --num-seeds 32
 
--171 ± 13 on Pendulum-v1: 287k steps/s, 64 s in all on two CPU cores.
+Return -171 ± 13 on Pendulum-v1: 287k steps/s, 64 s in all on two CPU cores.
 """
 
 # /// script
@@ -77,7 +77,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # no more epochs above this approximate KL
+    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -85,7 +85,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder: start from its first seed's best parameters
+    init_from: str = ""  # start from the best parameters of this run folder's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 

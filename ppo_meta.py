@@ -71,7 +71,7 @@ class Config:
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int = 8  # features per tile
-    conv_size: int = 8  # channels of the first convolution, then doubled twice
+    conv_size: int = 8  # channels of the first convolution; each later one doubles them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory forgets at every step, as an ablation
@@ -86,7 +86,7 @@ class Config:
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # no more epochs above this approximate KL
+    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -94,7 +94,7 @@ class Config:
     eval_episodes: int = 512  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder: start from its first seed's best parameters
+    init_from: str = ""  # start from the best parameters of this run folder's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 

@@ -89,7 +89,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # no more epochs above this approximate KL
+    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -97,7 +97,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # run folder: start from its first seed's best parameters
+    init_from: str = ""  # start from the best parameters of this run folder's first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -257,7 +257,7 @@ class Moments(NamedTuple):
 def update_moments(moments: Moments, batch: jax.Array) -> Moments:
     """Merge [T * N, ...] from all devices (Chan et al. 1979, eq. 2.1).
 
-    Mean and variance, since sums would outgrow float32.
+    Stores mean and variance: running sums would lose precision in float32.
     """
     mean = jax.lax.pmean(batch.mean(axis=0), "devices")
     var = jax.lax.pmean(((batch - mean) ** 2).mean(axis=0), "devices")
@@ -470,7 +470,7 @@ def make_train(config: Config) -> tuple:
     obs_size = jax.eval_shape(env_reset, jax.random.key(0))[0].size
     build = lambda key: ActorCritic(obs_size, num_actions, policy_type, config, nnx.Rngs(key))
     graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
-    decay = jnp.array([1.0, 1.0, config.gamma])  # of `episode`
+    decay = jnp.array([1.0, 1.0, config.gamma])  # per step, of Transition.episode
     kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
