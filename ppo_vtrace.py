@@ -67,12 +67,12 @@ class Config:
     num_envs: int = 64  # parallel environments per seed, over all devices
     num_steps: int = 32  # rollout length
     # Algorithm
-    update_epochs: int = 8  # draws from each rollout
+    update_epochs: int = 8  # passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch
     recompute_advantages: bool = True  # for every minibatch; otherwise once per rollout
     rho_clip: float = 1.0  # upper limit of V-trace's weight of a temporal difference
     c_clip: float = 1.0  # upper limit of V-trace's weight of a trace
-    draw_fraction: float = 0.5  # part of the segments that an epoch draws
+    draw_fraction: float = 0.5  # part of the segments that a pass draws
     priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: all alike
     priority_beta: float = 0.4  # exponent of the importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
