@@ -129,7 +129,7 @@ RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 SHAPES = (
     "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/shapes.bz2"
     """ --env-params '{"height": 6, "width": 6, "max_steps": 7}'"""
-    " --total-timesteps 2e7 --num-evals 20 --eval-episodes 4096"
+    " --total-timesteps 1.2e7 --num-evals 20 --eval-episodes 4096"
 )
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
@@ -606,8 +606,10 @@ def report() -> str:
         text += "\n".join(table_row(row, x, rates.get(row.name)) for row, x in curves)
         text += f"\n\n![Learning curves: {section}](results/{file_name(section)}.png)\n\n"
         text += "Commands:\n\n```bash\n"
-        ours = [curve.about["command"] for row, curve in curves if row.kind not in PEERS]
-        text += "\n".join(ours) + "\n```\n"
+        for row, curve in curves:
+            patched = "    # with the change that the CSV names" * ("change" in curve.about)
+            text += "" if row.kind in PEERS else f"{curve.about['command']}{patched}\n"
+        text += "```\n"
         trials = [row for row, _ in curves if row.kind == "ppo_meta"]
         text += trial_table(trials) if trials else ""
     return text + ablation_tables()
