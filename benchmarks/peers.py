@@ -7,6 +7,7 @@ that replace the peer's own and the number of seeds, and returns a learning curv
 """
 
 import contextlib
+import importlib
 import io
 import runpy
 import sys
@@ -452,18 +453,17 @@ def jaxmarl(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(call, calls)
 
 
-def xland_module(path):
-    """Its `train_single_task.py`, with Python 3.11 and without pyrallis."""
+def xland_module(path, name="train_single_task"):
+    """One of its trainers, with Python 3.11 and without pyrallis."""
     import xminigrid  # noqa: F401  before the patch below
 
     sys.path.insert(0, f"{path}/training")
     sys.modules["pyrallis"] = types.SimpleNamespace(wrap=lambda: lambda function: function)
     # Its dataclass has arrays as defaults, which Python refuses from 3.11 on.
     asarray, jax.numpy.asarray = jax.numpy.asarray, np.float32
-    import train_single_task
-
+    module = importlib.import_module(name)
     jax.numpy.asarray = asarray
-    return train_single_task
+    return module
 
 
 def xland_program(module, config):
@@ -510,6 +510,40 @@ def xland(path, script, options, steps_per_call, calls):
     module.rollout = lambda *_: no_evaluation
     seconds, call = xland_program(module, config)
     return seconds, steps, timed_calls(call, calls)
+
+
+def xland_meta(path, script, options, steps_per_call, calls):
+    """`train_meta_task.py` without evaluation; a trial is as long as an update."""
+    import xminigrid
+    from flax.jax_utils import replicate
+
+    module = xland_module(path, "train_meta_task")
+    tasks = xminigrid.benchmarks.load_benchmark_from_path(options["benchmark_id"])
+    xminigrid.load_benchmark = lambda _: tasks
+    no_evaluation = Evaluation(jax.numpy.zeros(1), jax.numpy.zeros(1))
+    module.rollout = lambda *_: no_evaluation
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
+    config = module.TrainConfig(
+        env_id=options["env_id"],
+        num_envs=options["num_envs"],
+        num_steps_per_env=options["num_steps"],
+        num_steps_per_update=options["num_steps"],
+        num_minibatches=options["num_minibatches"],
+        update_epochs=options["update_epochs"],
+        obs_emb_dim=options["embedding_size"] // 2,  # tile and color each
+        rnn_hidden_dim=64,
+        head_hidden_dim=64,
+        total_timesteps=steps,
+        eval_num_envs=1,
+    )
+    key, env, env_params, tasks, hidden, train_state = module.make_states(config)
+    states = (replicate(x, jax.local_devices()) for x in (train_state, hidden))
+    args = (jax.random.split(key, 1), *states)
+    start = time.perf_counter()
+    program = module.make_train(env, env_params, tasks, config).lower(*args).compile()
+    seconds = time.perf_counter() - start
+    return seconds, steps, timed_calls(lambda: jax.block_until_ready(program(*args)), calls)
 
 
 if __name__ == "__main__":  # how well JaxMARL's baseline plays: DIR [LR=1e-3 ...]

@@ -31,6 +31,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 CARTPOLE = {"num_steps": 128, "update_epochs": 4, "hidden_size": 64}
 PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256}
 SPREAD = {"env_id": "MPE_simple_spread_v3", "num_envs": 16, "num_steps": 128, "num_minibatches": 4}
+GRU = {"num_envs": 256, "num_steps": 64, "num_minibatches": 8}
+GRU |= {"embedding_size": 32, "conv_size": 16}
+SHAPES = str(ROOT / "runs" / "shapes.bz2")  # by make_rulesets.py
 WORK = {  # name: script and configuration
     "CartPole 4 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 4, "num_minibatches": 4}),
     "CartPole 64 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 64, "num_minibatches": 8}),
@@ -48,7 +51,15 @@ WORK = {  # name: script and configuration
     "Pendulum, statistics": ("ppo_obs_norm", PENDULUM),
     "Empty-6x6 GRU 64": (
         "ppo_rnn",
-        {"num_envs": 256, "num_minibatches": 8, "embedding_size": 32, "conv_size": 16},
+        GRU,
+    ),
+    "Empty-6x6 GRU 64, trials": (
+        "ppo_meta",
+        {**GRU, "update_epochs": 1, "env_id": "MiniGrid-Empty-6x6"},
+    ),
+    "XLand R1-9x9, trials": (
+        "ppo_meta",
+        {**GRU, "update_epochs": 1, "env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": SHAPES},
     ),
     "Empty-6x6 GRU 128": ("ppo_rnn", {"num_envs": 1024, "hidden_size": 128}),
     "rings": ("ippo", {"env_id": "rings"}),
@@ -63,6 +74,7 @@ PEERS = {  # name of the work: the peers that do the same
     "Pendulum 64 envs": ["purejaxrl"],
     "Pendulum, statistics": ["purejaxrl"],
     "Empty-6x6 GRU 64": ["xland"],
+    "XLand R1-9x9, trials": ["xland_meta"],
     "simple_spread": ["jaxmarl"],
     "simple_spread, 4 epochs": ["jaxmarl"],
 }
