@@ -58,7 +58,7 @@ class Config:
     """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments."""
 
     # Environment
-    env_id: str = "MiniGrid-DoorKey-5x5"  # xminigrid environment
+    env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
     benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
     trial_episodes: int = 4  # episodes of one task

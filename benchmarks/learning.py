@@ -106,11 +106,10 @@ def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Ta
 
 
 def meta(title: str, threshold: float, options: str) -> Task:
-    """The controls, which cannot learn more than the first episode's return, stop earlier."""
     systems = {
-        "ppo_meta": f"{options} --total-timesteps 1.2e7",
-        "ppo_meta reset memory": f"{options} --total-timesteps 6e6 --reset-memory",
-        "ppo_meta no memory": f"{options} --total-timesteps 6e6 --no-memory",
+        "ppo_meta": options,
+        "ppo_meta reset memory": f"{options} --reset-memory",
+        "ppo_meta no memory": f"{options} --no-memory",
     }
     return Task(title, threshold, 3, systems)
 
@@ -133,7 +132,7 @@ RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 SHAPES = (
     "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/shapes.bz2"
     """ --env-params '{"height": 6, "width": 6, "max_steps": 7}'"""
-    " --num-evals 20 --eval-episodes 4096"
+    " --total-timesteps 1.2e7 --num-evals 20 --eval-episodes 4096"
 )
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
@@ -180,7 +179,10 @@ SECTIONS = {
             {"ppo_vtrace": f"--env-id brax/inverted_double_pendulum {BRAX}"},
         ),
     ],
-    "Meta-learning": [meta("Which shape pays", 0.35, SHAPES)],
+    "Meta-learning": [
+        meta("MiniGrid-MemoryS8 trials", 0.8, "--num-evals 20 --eval-episodes 2048"),
+        meta("Which shape pays", 0.35, SHAPES),
+    ],
     "Several agents": [
         Task("rings", 2.8, 10, {"ippo": RINGS}),
         Task(
