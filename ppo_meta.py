@@ -198,7 +198,8 @@ def make_env(config: Config) -> tuple:
         done = episode == config.trial_episodes
         task = jnp.where(done, draw_task(task_key, False), env_state.task)
         timestep = optax.tree.where(ended, start(reset_key, task), timestep)
-        prev_action, prev_reward = jnp.where(done, -1, action), jnp.where(done, 0, reward)
+        forget = done | (ended & config.reset_memory)
+        prev_action, prev_reward = jnp.where(forget, -1, action), jnp.where(forget, 0, reward)
         obs = observe(timestep, prev_action, prev_reward, ended & ~done)
         return obs, EnvState(timestep, task, jnp.where(done, 0, episode)), reward, done
 
