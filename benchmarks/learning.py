@@ -560,8 +560,10 @@ Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
 """
 TRIAL_INTRODUCTION = """
-Returns of the episodes of a trial, on tasks that training never shows (mean ± standard deviation
-over seeds):
+`Which shape pays`: its tasks are written by `python benchmarks/make_rulesets.py runs/shapes.bz2`.
+
+Returns of the episodes of a trial, on test tasks, which training never draws (mean ± standard
+deviation over seeds):
 """
 ABLATION_INTRODUCTION = """
 ## Ablations
@@ -632,10 +634,11 @@ def trial_table(rows: list[Row]) -> str:
         ratio = episodes[:, -1] / episodes[:, 0]  # [S]
         if not text:
             names = [f"episode {k + 1}" for k in range(episodes.shape[1])]
-            text = TRIAL_INTRODUCTION + f"\n| system | {' | '.join(names)} | last / first |\n"
-            text += "|---" * (len(names) + 2) + "|\n"
+            names = ["environment", "system", *names, "last / first"]
+            text = f"{TRIAL_INTRODUCTION}\n| {' | '.join(names)} |\n" + "|---" * len(names) + "|\n"
         cells = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (*episodes.T, ratio)]
-        text += f"| [{row.system}]({CSVS}/{row.name}.csv) | {' | '.join(cells)} |\n"
+        link = f"[{row.system}]({CSVS}/{row.name}.csv)"
+        text += f"| {row.task.title} | {link} | {' | '.join(cells)} |\n"
     return text
 
 
