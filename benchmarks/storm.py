@@ -26,9 +26,12 @@ PPO = TRAIN + " --num-minibatches 2"
 AGENT = " --feature-size 8 --model-size 8 --branch-size 8 --weights random"
 OPTIONS = {
     "ppo_ff": PPO,
+    "ppo_drift": PPO + " --drift adaptive_kl",
     "ppo_continuous": PPO,
     "ppo_obs_norm": PPO,
     "ppo_rnn": PPO + " --env-id MiniGrid-Empty-5x5",
+    "ppo_meta": PPO + " --env-id MiniGrid-Empty-5x5",
+    "ppo_vtrace": PPO + " --draw-fraction 1",
     "ippo": PPO + " --env-id rings",
     "disco": TRAIN + AGENT + " --env-id Catch-5x5 --replay-size 8 --replay-batch 8",
     "disco_meta": SMALL + AGENT + " --num-meta-steps {calls} --valid-steps 4 --num-agents 2",
