@@ -1,10 +1,10 @@
 """Recurrent PPO with V-trace advantages and prioritized segments, written with flax NNX.
 
-The epochs of PPO (Schulman et al. 2017, arXiv 1707.06347) leave the policy of the rollout. Here
-every minibatch recomputes its advantages under the present policy and value: generalized advantage
-estimation with the truncated importance weights of V-trace (Espeholt et al. 2018, arXiv 1802.01561,
-eq. 1). A segment is the rollout of one environment. An epoch draws segments without replacement, by
-the mean magnitude of their advantage, and weights against that bias. Also:
+Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from the policy that
+collected the rollout. Here every minibatch recomputes its advantages under the current policy and
+value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
+et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
+segments without replacement, favoring large advantages, and reweights the loss for it. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -12,7 +12,7 @@ the mean magnitude of their advantage, and weights against that bias. Also:
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
-    python ppo_vtrace.py --hide-velocity --num-seeds 5
+    python ppo_vtrace.py --hide-velocity --num-seeds 5 --num-evals 20
 
 Return -213 ± 13 on Pendulum-v1 without velocity; without memory -1050 ± 22.
 """
@@ -69,22 +69,22 @@ class Config:
     # Algorithm
     update_epochs: int = 8  # passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch
-    recompute_advantages: bool = True  # for every minibatch; otherwise once per rollout
-    rho_clip: float = 1.0  # upper limit of V-trace's weight of a temporal difference
-    c_clip: float = 1.0  # upper limit of V-trace's weight of a trace
-    draw_fraction: float = 0.5  # part of the segments that a pass draws
-    priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: all alike
-    priority_beta: float = 0.4  # exponent of the importance weight, annealed to 1
+    recompute_advantages: bool = True  # for every minibatch, or once per rollout
+    rho_clip: float = 1.0  # V-trace's rho-bar: cap on the ratio that weights a TD error
+    c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
+    draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
+    priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
+    priority_beta: float = 0.4  # initial exponent of the importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory forgets at every step, as an ablation
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
+    normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # units of the cell and of the dense layers
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.97  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     clip_value: bool = False  # clip value changes to the same range
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
@@ -124,7 +124,7 @@ class Config:
 
 
 # ------------------------------------ environment
-POSITIONS = {"CartPole-v1": np.array([0, 2]), "Pendulum-v1": np.array([0, 1])}  # in obs
+POSITIONS = {"CartPole-v1": np.array([0, 2]), "Pendulum-v1": np.array([0, 1])}  # indices into obs
 
 
 def make_env(config: Config) -> tuple:
@@ -135,6 +135,8 @@ def make_env(config: Config) -> tuple:
     discrete. `step` resets after an episode: `obs` then starts the next one, but `next_obs` is the
     true final observation. Continuous actions lie in [-1, 1]^n.
     """
+    if config.hide_velocity and config.env_id not in POSITIONS:
+        raise ConfigError(f"hide_velocity: add {config.env_id} to POSITIONS")
     if config.env_id.startswith("brax/"):
         return make_brax_env(config)
     if config.env_id not in gymnax.registered_envs:
@@ -148,8 +150,6 @@ def make_env(config: Config) -> tuple:
     space = env.action_space(params)
     obs_space = env.observation_space(params)
     is_discrete = hasattr(space, "n")
-    if config.hide_velocity and config.env_id not in POSITIONS:
-        raise ConfigError(f"hide_velocity: add {config.env_id} to POSITIONS")
     visible = POSITIONS[config.env_id] if config.hide_velocity else ...
 
     def encode(obs):
@@ -281,11 +281,11 @@ class Memory(nnx.Module):
         self.forget = not config.memory
 
     def __call__(self, obs: jax.Array, carry: Any, reset: jax.Array):
-        """obs [T, ...], carry, reset [T] (before obs is read) -> outputs [T, H], carries [T]."""
+        """obs [T, ...], carry, reset [T] (clears it first) -> outputs [T, H], carries [T]."""
 
         def step(carry, x):
             features, clear = x
-            carry = jax.tree.map(lambda x: jnp.where(clear, 0, x), carry)
+            carry = jax.tree.map(lambda c: jnp.where(clear, 0, c), carry)
             carry, output = self.cell(carry, features)
             return carry, (output, carry)
 
@@ -357,8 +357,8 @@ class TrainState(NamedTuple):
     opt_state: Any
     runner: RunnerState  # [N]
     best: Any  # parameters that scored best_return
-    update: jax.Array = np.int32(0)
     return_stats: Moments = Moments(np.float32(0), np.float32(1), np.float32(0))  # discounted sums
+    update: jax.Array = np.int32(0)
     eval_return: jax.Array = np.float32(np.nan)
     best_return: jax.Array = np.float32(-np.inf)
     absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
@@ -386,7 +386,7 @@ def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition
 def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: Config):
     """V-trace (arXiv 1802.01561, eq. 1 and remark 2) as generalized advantage estimation.
 
-    All arrays are [T, ...]. `ratio` of the present policy to the one that acted; `next_value` is
+    All arrays are [T, ...]. `ratio` of the current policy to the one that acted; `next_value` is
     the value of the true next observation; `done` is terminated | truncated. With ratio 1 and
     limits >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target).
     """
@@ -406,13 +406,13 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
 
 
 # ------------------------------------------- loss
-def ppo_loss(params, apply_fn, batch: Transition, advantage, target, weight, config: Config):
+def ppo_loss(params, replay, batch: Transition, advantage, target, weight, config: Config):
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
     All arrays are [B, T, ...], but weight [B]; the advantage is normalized. Returns scalars (loss,
     metrics).
     """
-    policy, value, _ = jax.vmap(apply_fn, (None, 0))(params, batch)
+    policy, value, _ = jax.vmap(replay, (None, 0))(params, batch)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
@@ -437,10 +437,11 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, weight, con
 
 # ------------------------------------------ train
 def draw_segments(key, priority, count: int) -> tuple[jax.Array, jax.Array]:
-    """Gumbel top-k: draw `count` segments without replacement, in random order of priority [N] > 0.
+    """Gumbel top-k: draw `count` segments without replacement, in proportion to priority [N] > 0.
 
-    Returns rows [count] and the probability of each to be among them, given the best score left out
-    (Kool et al. 2019, arXiv 1903.06059, section 4).
+    Returns rows [count] and the probability of each to be among them, given the best score left
+    out: P(score > left_out) = 1 - exp(-priority / exp(left_out)) (Kool et al. 2019, arXiv
+    1903.06059, section 4).
     """
     score = jnp.log(priority) + jax.random.gumbel(key, priority.shape)
     order = jnp.argsort(-score)
@@ -458,16 +459,18 @@ def make_train(config: Config) -> tuple:
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
-    num_drawn = int(num_envs * config.draw_fraction)  # segments per epoch
+    num_drawn = round(num_envs * config.draw_fraction)  # segments per epoch
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
     if not num_drawn or num_drawn % config.num_minibatches:
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_drawn}")
+        sizes = f"the {num_drawn} segments drawn per device"
+        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {sizes}, >= 1")
     if config.updates_per_eval < 1:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_type = "categorical" if is_discrete else config.policy
     obs_size = jax.eval_shape(env_reset, jax.random.key(0))[0].size
+    # Parameters live in a plain dict, for optax and the checkpoint; graphdef is the rest.
     build = lambda key: ActorCritic(obs_size, num_actions, policy_type, config, nnx.Rngs(key))
     graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
     decay = jnp.array([1.0, 1.0, config.gamma])  # per step, of Transition.episode
@@ -502,6 +505,7 @@ def make_train(config: Config) -> tuple:
         """Advantage and target [T] under `params`."""
         policy, value, hidden = replay(params, segment)
         infer_next = jax.vmap(infer, (None, 0, 0, None))
+        # `hidden` has read the observation, and no reset follows.
         next_value = infer_next(params, segment.next_obs, hidden, jnp.bool(False))[1]
         ratio = jnp.exp(policy.log_prob(segment.action) - segment.log_prob)
         steps = (segment.reward, value, next_value, segment.terminated, segment.done)
@@ -553,7 +557,7 @@ def make_train(config: Config) -> tuple:
 
     def update_minibatch(state, minibatch):
         batch, advantage, target, weight = minibatch  # [B, T, ...], [B]
-        if config.recompute_advantages:
+        if config.recompute_advantages:  # outside the gradient
             advantage, target = jax.vmap(vtrace, (None, 0))(state.params, batch)
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
@@ -568,7 +572,8 @@ def make_train(config: Config) -> tuple:
 
     def update_epochs(state, samples):
         """Run epochs until the KL exceeds its target. Returns state, last epoch's metrics."""
-        priority = jnp.abs(samples[1]).mean(1) ** config.priority_alpha + 1e-8  # [N]
+        _, advantage, _ = samples
+        priority = jnp.abs(advantage).mean(1) ** config.priority_alpha + 1e-8  # [N]
         progress = state.update / config.num_updates
         beta = config.priority_beta + (1 - config.priority_beta) * progress
 
@@ -596,6 +601,8 @@ def make_train(config: Config) -> tuple:
         if config.normalize_reward:
             rollout, return_stats = scale_reward(rollout, state.return_stats)
             state = state._replace(return_stats=return_stats)
+        first = jax.tree.map(lambda x: x[:1], rollout.hidden)  # all that `replay` needs
+        rollout = rollout._replace(hidden=first)
         segments = jax.tree.map(lambda x: x.swapaxes(0, 1), rollout)  # [N, T, ...]
         advantage, target = jax.vmap(vtrace, (None, 0))(state.params, segments)
         state, metrics = update_epochs(state, (segments, advantage, target))

@@ -116,7 +116,11 @@ def meta(title: str, threshold: float, options: str) -> Task:
 
 def hidden_velocity(env_id: str, threshold: float) -> Task:
     options = f"--env-id {env_id} --hide-velocity --num-evals 20"
-    systems = {"ppo_vtrace": options, "ppo_vtrace no memory": f"{options} --no-memory"}
+    systems = {
+        "ppo_vtrace": options,
+        "ppo_vtrace no memory": f"{options} --no-memory",
+        "ppo_vtrace uniform draw": f"{options} --priority-alpha 0",
+    }
     return Task(f"{env_id} without velocity", threshold, 5, systems | off_policy(options))
 
 
@@ -124,15 +128,15 @@ def off_policy(options: str) -> dict[str, str]:
     """Eight epochs of all segments, with V-trace and without."""
     options += " --draw-fraction 1 --num-minibatches 16 --priority-alpha 0"
     once = f"{options} --no-recompute-advantages"
-    return {"ppo_vtrace 8 epochs": options, "ppo_vtrace 8 epochs no V-trace": once}
+    return {"ppo_vtrace all segments": options, "ppo_vtrace all segments GAE once": once}
 
 
 NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
-SHAPES = (
-    "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/shapes.bz2"
-    """ --env-params '{"height": 6, "width": 6, "max_steps": 7}'"""
-    " --total-timesteps 1.2e7 --num-evals 20 --eval-episodes 4096"
+PLACES = (
+    "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/places.bz2"
+    """ --env-params '{"height": 6, "width": 6, "max_steps": 12}'"""
+    " --total-timesteps 6e6 --num-evals 20 --eval-episodes 2048"
 )
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
@@ -181,7 +185,7 @@ SECTIONS = {
     ],
     "Meta-learning": [
         meta("MiniGrid-MemoryS8 trials", 0.8, "--num-evals 20 --eval-episodes 2048"),
-        meta("Which shape pays", 0.35, SHAPES),
+        meta("Which place pays", 0.5, PLACES),
     ],
     "Several agents": [
         Task("rings", 2.8, 10, {"ippo": RINGS}),
@@ -297,9 +301,9 @@ def run_ours(row: Row) -> tuple[np.ndarray, list[str]]:
 
     Also returns the names of the last E columns.
     """
-    shapes = ROOT / "runs" / "shapes.bz2"
-    if row.kind == "ppo_meta" and not shapes.exists():
-        command = [sys.executable, ROOT / "benchmarks" / "make_rulesets.py", shapes]
+    places = ROOT / "runs" / "places.bz2"
+    if row.kind == "ppo_meta" and not places.exists():
+        command = [sys.executable, ROOT / "benchmarks" / "make_rulesets.py", places]
         subprocess.run(command, check=True)
     run_dir = RUNS / row.name
     words = [*row.words, "--num-seeds", str(row.seeds), "--run-dir", str(run_dir)]
@@ -560,7 +564,7 @@ Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
 """
 TRIAL_INTRODUCTION = """
-`Which shape pays`: its tasks are written by `python benchmarks/make_rulesets.py runs/shapes.bz2`.
+`Which place pays`: its tasks are written by `python benchmarks/make_rulesets.py runs/places.bz2`.
 
 Returns of the episodes of a trial, on test tasks, which training never draws (mean ± standard
 deviation over seeds):

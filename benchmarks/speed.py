@@ -33,7 +33,7 @@ PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256
 SPREAD = {"env_id": "MPE_simple_spread_v3", "num_envs": 16, "num_steps": 128, "num_minibatches": 4}
 GRU = {"num_envs": 256, "num_steps": 64, "num_minibatches": 8}
 GRU |= {"embedding_size": 32, "conv_size": 16}
-SHAPES = str(ROOT / "runs" / "shapes.bz2")  # by make_rulesets.py
+PLACES = str(ROOT / "runs" / "places.bz2")  # by make_rulesets.py
 WORK = {  # name: script and configuration
     "CartPole 4 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 4, "num_minibatches": 4}),
     "CartPole 64 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 64, "num_minibatches": 8}),
@@ -59,7 +59,7 @@ WORK = {  # name: script and configuration
     ),
     "XLand R1-9x9, trials": (
         "ppo_meta",
-        {**GRU, "update_epochs": 1, "env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": SHAPES},
+        {**GRU, "update_epochs": 1, "env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": PLACES},
     ),
     "Empty-6x6 GRU 128": ("ppo_rnn", {"num_envs": 1024, "hidden_size": 128}),
     "rings": ("ippo", {"env_id": "rings"}),

@@ -23,10 +23,10 @@ WORDS = flags(tiny(module, **SHORT, num_seeds=2, num_evals=4))
 
 
 @pytest.fixture(scope="module")
-def objects(tmp_path_factory):
-    """Twelve tasks."""
-    path = tmp_path_factory.mktemp("tasks") / "objects.bz2"
-    tasks = make_rulesets.make_rulesets(["ball", "square"], 12, 0)
+def places(tmp_path_factory):
+    """Twelve tasks, of six cells."""
+    path = tmp_path_factory.mktemp("tasks") / "places.bz2"
+    tasks = jax.tree.map(lambda x: x[:600:50], make_rulesets.make_rulesets(9))
     make_rulesets.save_bz2_pickle(tasks, str(path))
     return str(path)
 
@@ -54,10 +54,10 @@ def random_steps(config, num_steps=60, num_envs=16):
 
 
 @pytest.mark.parametrize("kind", ["layouts", "rulesets"])
-def test_a_trial_is_so_many_episodes_of_one_task(kind, objects):
+def test_a_trial_is_so_many_episodes_of_one_task(kind, places):
     options = {"env_id": "MiniGrid-EmptyRandom-8x8"}
     if kind == "rulesets":
-        options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": objects}
+        options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": places}
         options["reset_memory"] = True
     obs, before, action, next_obs, after, reward, done = random_steps(
         tiny(module, **options, **SHORT)
@@ -94,8 +94,8 @@ def test_a_trial_is_so_many_episodes_of_one_task(kind, objects):
     assert len({goals.copy().pop() for _, goals in starts.values()}) > 1 or kind == "layouts"
 
 
-def test_training_and_evaluation_never_share_a_task(objects):
-    options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": objects, "eval_fraction": 0.25}
+def test_training_and_evaluation_never_share_a_task(places):
+    options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": places, "eval_fraction": 0.25}
     reset, step, _ = module.make_env(tiny(module, **options, **SHORT))
     keys = jax.random.split(jax.random.PRNGKey(0), 512)
     tasks = lambda is_test: jax.jit(jax.vmap(lambda key: reset(key, is_test)[1].task))(keys)
@@ -255,41 +255,34 @@ def test_an_interrupted_run_continues_to_the_same_bits(meta_run, tmp_path):
 
 
 # -------------------------------------- rulesets
-def test_one_shape_pays():
-    tasks = make_rulesets.make_rulesets(["ball", "square", "key"], 8, 0)
+def test_one_cell_pays_whatever_the_colors():
+    tasks = make_rulesets.make_rulesets(5)  # 9 cells
     env, params = xminigrid.make("XLand-MiniGrid-R1-9x9")
+    params = params.replace(height=5, width=5)
+    cells = jnp.stack(jnp.meshgrid(*[jnp.arange(1, 4)] * 2, indexing="ij"), -1).reshape(9, 2)
 
     @jax.jit
-    def pick_up(ruleset, tile):
-        """The reward for picking up this object, in front of the agent."""
+    @jax.vmap
+    def rewards(goal, rules, init_tiles):
+        """For turning on each cell; and the number of colored tiles."""
+        ruleset = xminigrid.types.RuleSet(goal, rules, init_tiles)
         timestep = env.reset(params.replace(ruleset=ruleset), jax.random.PRNGKey(0))
-        agent = timestep.state.agent.replace(position=jnp.array([5, 4]), direction=0)
-        grid = xminigrid.core.grid.room(9, 9).at[4, 4].set(tile)
-        state = timestep.state.replace(agent=agent, grid=grid)
-        return env.step(params, timestep.replace(state=state), 3).reward
+        turn = lambda cell: env.step(params, put(timestep, cell), 1).reward
+        put = lambda timestep, cell: timestep.replace(
+            state=timestep.state.replace(agent=timestep.state.agent.replace(position=cell))
+        )
+        tile, color = timestep.state.grid[..., 0], timestep.state.grid[..., 1]
+        colored = (tile == xminigrid.core.constants.Tiles.FLOOR) & jnp.isin(
+            color, jnp.array(make_rulesets.COLORS)
+        )
+        return jax.vmap(turn)(cells), colored.sum()
 
-    which = []
-    for k in range(8):
-        parts = (tasks["goals"][k], tasks["rules"][k], tasks["init_tiles"][k])
-        ruleset = xminigrid.types.RuleSet(*parts)
-        pays = jax.vmap(pick_up, (None, 0))(ruleset, ruleset.init_tiles) > 0
-        assert pays.sum() == 1
-        which.append(int(pays.argmax()))
-        expected = [make_rulesets.SHAPES[shape] for shape in ("ball", "square", "key")]
-        assert ruleset.init_tiles[:, 0].tolist() == expected
-    assert set(which) == {0, 1, 2}
-
-
-def test_rulesets_are_distinct_and_drawn_by_the_seed():
-    make = lambda seed, size=150: make_rulesets.make_rulesets(["ball", "key"], size, seed)
-    first, again, other = make(0), make(0), make(1)
-    parts = [np.array(first[name]).reshape(150, -1) for name in ("goals", "init_tiles")]
-    assert len(np.unique(np.hstack(parts), axis=0)) == 150
-    assert all((first[name] == again[name]).all() for name in first)
-    assert any((first[name] != other[name]).any() for name in first)
-    assert len(make(0, 10_000)["goals"]) == 200  # all there are
-    with pytest.raises(ValueError, match="two different shapes"):
-        make_rulesets.make_rulesets(["ball", "ball"], 100, 0)
+    paid, colored = rewards(tasks["goals"], tasks["rules"], tasks["init_tiles"])
+    assert paid.shape == (900, 9) and (colored == 2).all()
+    assert ((paid > 0).sum(axis=1) == 1).all()
+    np.testing.assert_array_equal(np.bincount(paid.argmax(axis=1)), [100] * 9)
+    parts = [np.array(tasks[name]).reshape(900, -1) for name in ("goals", "init_tiles")]
+    assert len(np.unique(np.hstack(parts), axis=0)) == 900
 
 
 # ----------------------------------------- tools
