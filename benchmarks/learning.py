@@ -185,7 +185,7 @@ SECTIONS = {
     ],
     "Meta-learning": [
         meta("MiniGrid-MemoryS8 trials", 0.8, "--num-evals 20 --eval-episodes 2048"),
-        meta("Which place pays", 0.5, PLACES),
+        meta("Which place pays", 0.4, PLACES),
     ],
     "Several agents": [
         Task("rings", 2.8, 10, {"ippo": RINGS}),
