@@ -105,11 +105,11 @@ def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Ta
     return Task(env_id, threshold, 5, systems)
 
 
-def meta(title: str, threshold: float, options: str) -> Task:
+def meta(title: str, threshold: float, options: str, control: str = "") -> Task:
     systems = {
         "ppo_meta": options,
-        "ppo_meta reset memory": f"{options} --reset-memory",
-        "ppo_meta no memory": f"{options} --no-memory",
+        "ppo_meta reset memory": f"{options}{control} --reset-memory",
+        "ppo_meta no memory": f"{options}{control} --no-memory",
     }
     return Task(title, threshold, 3, systems)
 
@@ -185,7 +185,7 @@ SECTIONS = {
     ],
     "Meta-learning": [
         meta("MiniGrid-MemoryS8 trials", 0.8, "--num-evals 20 --eval-episodes 2048"),
-        meta("Which place pays", 0.4, PLACES),
+        meta("Which place pays", 0.4, PLACES, control=" --total-timesteps 3e6"),
     ],
     "Several agents": [
         Task("rings", 2.8, 10, {"ippo": RINGS}),
