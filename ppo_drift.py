@@ -1,8 +1,8 @@
 """PPO with a choice of drift: what keeps the new policy near the old one.
 
 The surrogate is ratio * advantage - drift (mirror learning: Kuba et al. 2022, arXiv 2201.02373);
-clipping, KL penalties, DPO and SPO differ in the drift alone. Otherwise ppo_ff.py: proximal policy
-optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage estimation
+clipping, KL penalties, DPO and SPO differ in the drift alone. The rest is ppo_ff.py: proximal
+policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage estimation
 (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
 one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
@@ -13,7 +13,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_drift.py --drift spo --num-seeds 5
 
-500 ± 0 on CartPole-v1, as with every other drift.
+Return 500 ± 0 on CartPole-v1, as with every other drift.
 """
 
 # /// script
@@ -73,10 +73,10 @@ class Config:
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
-    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # see the loss
+    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # limits the change
+    kl_coef: float = 1.0  # coefficient of the KL penalty; adaptive_kl starts from it
+    adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    kl_coef: float = 1.0  # coefficient of kl_penalty, first one of adaptive_kl
-    kl_target: float = 0.01  # KL that adaptive_kl aims at
     clip_value: bool = False  # clip value changes to the same range
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.1  # value loss coefficient
@@ -253,9 +253,9 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 
 
 # ------------------------------------------- loss
-# Drifts of the ratio r [B] and the advantage A [B]; each is 0 at r = 1, as is its gradient.
+# Drifts of the ratio r [B] and the advantage A [B]; each is 0 at r = 1, and so is its gradient.
 def clip_drift(ratio, advantage, eps):
-    """relu((r - clip(r, 1 - eps, 1 + eps)) A). r A minus it is the clipped surrogate, eq. 7."""
+    """relu((r - clip(r, 1 - eps, 1 + eps)) A): r A - drift is the surrogate of PPO, eq. 7."""
     return nn.relu((ratio - jnp.clip(ratio, 1 - eps, 1 + eps)) * advantage)
 
 
@@ -279,10 +279,11 @@ def spo_drift(ratio, advantage, eps):
 def adapt_kl_coef(kl_coef, kl, kl_target):
     """Halve or double the coefficient to keep the KL near its target (1707.06347, section 4)."""
     kl_coef = jnp.where(kl < kl_target / 1.5, kl_coef / 2, kl_coef)
-    return jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
+    kl_coef = jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
+    return jnp.clip(kl_coef, 1e-4, 1e4)  # at 0 it would stay 0
 
 
-def ppo_loss(params, kl_coef, apply_fn, batch: Transition, advantage, target, config: Config):
+def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, config: Config):
     """Surrogate ratio * advantage - drift, value loss and entropy bonus (1707.06347, eq. 9).
 
     All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
@@ -412,8 +413,8 @@ def make_train(config: Config) -> tuple:
         advantage -= pmean(advantage.mean())
         advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
         loss_grad = jax.grad(ppo_loss, has_aux=True)
-        inputs = (network.apply, batch, advantage, target, config)
-        grads, metrics = loss_grad(state.params, state.kl_coef, *inputs)
+        inputs = (network.apply, batch, advantage, target, state.kl_coef, config)
+        grads, metrics = loss_grad(state.params, *inputs)
         grads, metrics = pmean((grads, metrics))
         metrics["optim/grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer(state.update).update(grads, state.opt_state)
@@ -451,9 +452,9 @@ def make_train(config: Config) -> tuple:
         error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
-        if config.drift == "adaptive_kl":  # of the last epoch
-            kl_coef = adapt_kl_coef(state.kl_coef, metrics["policy/kl"], config.kl_target)
-            state = state._replace(kl_coef=kl_coef)
+        if config.drift == "adaptive_kl":  # by the KL of the last epoch
+            target_and_kl = metrics["policy/kl"], config.adaptive_kl_target
+            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, *target_and_kl))
         metrics |= episode_stats(rollout)
         return state._replace(runner=runner, update=state.update + 1), metrics
 
@@ -462,8 +463,8 @@ def make_train(config: Config) -> tuple:
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
         # Environments differ between devices; the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
-        opt_state = optimizer(0).init(params)
-        return TrainState(key, params, opt_state, runner, params, jnp.float32(config.kl_coef))
+        opt_state, kl_coef = optimizer(0).init(params), jnp.float32(config.kl_coef)
+        return TrainState(key, params, opt_state, runner, best=params, kl_coef=kl_coef)
 
     def train_seed(state):
         state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)

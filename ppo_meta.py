@@ -7,14 +7,14 @@ cleared only between trials, must carry what earlier episodes taught. To PPO, a 
   of the next episode's first observation, so that return is credited across episodes;
 - the end of the trial is a termination: nothing bootstraps from the next trial.
 
-Tasks are the rulesets of a benchmark (its name or file) or else layouts of the environment. One
-fixed part of them is for evaluation only. Otherwise ppo_rnn.py.
+Tasks are the rulesets of a benchmark (its name or file) or else layouts of the environment. A
+fixed part of them is held out for evaluation. The rest is ppo_rnn.py.
 
-Shapes: T steps, N environments and minibatch B per device, D devices, S seeds; K episodes a trial.
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds; K episodes/trial.
 
     python ppo_meta.py --num-seeds 3
 
-First episodes of a trial return 0.51 ± 0.02, the other three 0.986 ± 0.000 (MiniGrid-MemoryS8).
+The first episode of a trial returns 0.51 ± 0.02, the other three 0.986 (MiniGrid-MemoryS8).
 """
 
 # /// script
@@ -62,9 +62,9 @@ class Config:
     # Environment
     env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
-    benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
-    trial_episodes: int = 4  # episodes of one task
-    eval_fraction: float = 0.1  # part of the tasks that is for evaluation only
+    benchmark_id: str = ""  # XLand benchmark (e.g. small-1m) or file; empty: layouts
+    trial_episodes: int = 4  # episodes per trial, all of one task
+    eval_fraction: float = 0.1  # fraction of the tasks held out for evaluation
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 256  # parallel environments per seed, over all devices
@@ -125,8 +125,8 @@ class Config:
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
-    prev_action: jax.Array  # [] -1 at the start of a trial
-    prev_reward: jax.Array  # [] 0 at the start of a trial
+    prev_action: jax.Array  # [] -1 after a reset
+    prev_reward: jax.Array  # [] 0 after a reset
     new_episode: jax.Array  # [] the previous step ended an episode of the trial
 
 
@@ -138,13 +138,14 @@ class EnvState(NamedTuple):
 
 def load_tasks(config: Config, env, params) -> tuple:
     """Returns start(key, task) -> timestep and the number of tasks. Raises ConfigError."""
-    if not config.benchmark_id:  # a task is a layout, whose number is the key
-        return lambda key, task: env.reset(params, jax.random.PRNGKey(task)), 2**16
+    if not config.benchmark_id:  # a task is the seed of a layout
+        layout = lambda _, task: env.reset(params, jax.random.PRNGKey(task))
+        return layout, 2**16
     if not hasattr(params, "ruleset"):
         raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
     try:
         from_file = xminigrid.benchmarks.load_benchmark_from_path
-        load = from_file if Path(config.benchmark_id).exists() else xminigrid.load_benchmark
+        load = from_file if Path(config.benchmark_id).is_file() else xminigrid.load_benchmark
         benchmark = load(config.benchmark_id)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
@@ -157,7 +158,7 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
     env_state, reward, done) and the number of actions. `step` starts the next episode of a trial,
-    and after the last one, where done is True, a trial of a new training task.
+    and after the last one, where done is True, a new trial; `env_state.episode` counts from 0.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -192,7 +193,7 @@ def make_env(config: Config) -> tuple:
 
     def step(key, env_state, action):
         task_key, reset_key = jax.random.split(key)
-        timestep = env.step(params, env_state.timestep, action)  # uses its own ruleset
+        timestep = env.step(params, env_state.timestep, action)  # with the ruleset of the timestep
         reward, ended = timestep.reward, timestep.last()
         episode = env_state.episode + ended
         done = episode == config.trial_episodes
@@ -302,7 +303,7 @@ class Transition(NamedTuple):
     value: jax.Array
     reward: jax.Array
     done: jax.Array  # ended the trial
-    episode: jax.Array  # [2 + K] of the trial so far; see `step`
+    episode: jax.Array  # [2 + K] of the trial so far: mean return, mean length, each return
 
 
 class RunnerState(NamedTuple):
@@ -313,7 +314,7 @@ class RunnerState(NamedTuple):
     obs: Observation
     hidden: jax.Array  # [H] before reading obs
     done: jax.Array = np.bool(False)  # of the previous step
-    episode: jax.Array = np.float32(0)  # of the previous step
+    episode: jax.Array = np.float32(0)  # [2 + K] of the previous step; set by start_trial
 
 
 class TrainState(NamedTuple):
@@ -326,7 +327,7 @@ class TrainState(NamedTuple):
     best: Any  # parameters that scored best_return
     update: jax.Array = np.int32(0)
     eval_return: jax.Array = np.float32(np.nan)  # mean of the episodes of a trial
-    eval_episodes: jax.Array = np.float32(np.nan)  # [K] return of each
+    eval_returns: jax.Array = np.float32(np.nan)  # [K] of each episode; set by init_seed
     best_return: jax.Array = np.float32(-np.inf)
     absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
 
@@ -441,9 +442,9 @@ def make_train(config: Config) -> tuple:
         policy, value, hidden = infer(params, runner)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         obs, env_state, reward, done = env_step(step_key, runner.env_state, action)
-        # Mean return and length of an episode, and the return of each.
+        # The share of this step in an episode's mean return and length, and in the return of each.
         returns = reward * jax.nn.one_hot(runner.env_state.episode, config.trial_episodes)
-        episode = jnp.append(jnp.stack([reward, 1.0]) / config.trial_episodes, returns)
+        share = jnp.append(jnp.stack([reward, 1.0]) / config.trial_episodes, returns)
         transition = Transition(
             obs=runner.obs,
             reset=runner.done,
@@ -453,13 +454,13 @@ def make_train(config: Config) -> tuple:
             value=value,
             reward=reward,
             done=done,
-            episode=runner.episode * ~runner.done + episode,
+            episode=runner.episode * ~runner.done + share,
         )
         runner = RunnerState(key, env_state, obs, hidden, done, transition.episode)
         return runner, transition
 
     def trial_returns(params, key):
-        """[K]"""
+        """Return of each episode of a test trial [K]."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: step(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).episode[2:]
@@ -477,7 +478,7 @@ def make_train(config: Config) -> tuple:
             key=key,
             best=optax.tree.where(improved, state.params, state.best),
             eval_return=jnp.where(i == 0, result, state.eval_return),
-            eval_episodes=jnp.where(i == 0, returns, state.eval_episodes),
+            eval_returns=jnp.where(i == 0, returns, state.eval_returns),
             best_return=jnp.where(improved, result, state.best_return),
             absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
         )
@@ -518,6 +519,7 @@ def make_train(config: Config) -> tuple:
         runner, rollout = jax.lax.scan(step_envs, state.runner, None, num_steps)  # [T, N]
         last_value = jax.vmap(infer, (None, 0))(state.params, runner)[1]  # [N]
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
+        # A trial only ever terminates.
         steps = (rollout.reward, rollout.value, next_value, rollout.done, rollout.done)
         advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=rollout.hidden[:1]), advantage, target)  # hidden: t=0
@@ -535,9 +537,8 @@ def make_train(config: Config) -> tuple:
         # Environments differ between devices; the network must not.
         params_key = jax.lax.all_gather(params_key, "devices")[0]
         params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # N acts as T
-        no_returns = jnp.full(config.trial_episodes, jnp.nan)
-        state = TrainState(key, params, optimizer(0).init(params), runner, best=params)
-        return state._replace(eval_episodes=no_returns)
+        opt_state, returns = optimizer(0).init(params), jnp.full(config.trial_episodes, jnp.nan)
+        return TrainState(key, params, opt_state, runner, best=params, eval_returns=returns)
 
     def train_seed(state):
         state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
@@ -547,7 +548,7 @@ def make_train(config: Config) -> tuple:
         at_end = lambda x: jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(x)
         metrics["eval/return"] = at_end(state.eval_return)
         for k in range(config.trial_episodes):
-            metrics[f"eval/return/episode_{k + 1}"] = at_end(state.eval_episodes[k])
+            metrics[f"eval/return/episode_{k + 1}"] = at_end(state.eval_returns[k])
         return state, metrics
 
     def init(key):

@@ -121,8 +121,8 @@ class Config:
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
-    prev_action: jax.Array  # [] -1 at the start of an episode
-    prev_reward: jax.Array  # [] 0 at the start of an episode
+    prev_action: jax.Array  # [] -1 after a reset
+    prev_reward: jax.Array  # [] 0 after a reset
 
 
 def load_tasks(config: Config, params):

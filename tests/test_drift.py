@@ -59,7 +59,7 @@ def loss_and_logits(drift, kl_coef=3.0):
     apply_fn = lambda _, obs: (distrax.Categorical(obs), jnp.float32(0))
     config = tiny(module, drift=drift, ent_coef=0.0, vf_coef=0.0)
     advantage, target = jnp.float32(rng.normal(0, 1, 32)), jnp.zeros(32)
-    args = (None, jnp.float32(kl_coef), apply_fn, batch, advantage, target, config)
+    args = (None, apply_fn, batch, advantage, target, jnp.float32(kl_coef), config)
     return *module.ppo_loss(*args), old, new, action, np.array(advantage)
 
 
@@ -90,10 +90,17 @@ def test_the_coefficient_keeps_the_kl_near_its_target(kl, factor):
     assert module.adapt_kl_coef(jnp.float32(3), jnp.float32(kl), 0.01) == 3 * factor
 
 
+def test_the_coefficient_recovers_from_updates_without_change():
+    coef = jnp.float32(1)
+    for _ in range(200):
+        coef = module.adapt_kl_coef(coef, 0.0, 0.01)
+    assert module.adapt_kl_coef(coef, 1.0, 0.01) == 2 * coef > 0
+
+
 # ---------------------------------------- training
 def train(drift):
     """State, and metrics of the updates of one seed on one device."""
-    config = tiny(module, drift=drift, num_evals=1, lr=1e-2, kl_target=1e-3)
+    config = tiny(module, drift=drift, num_evals=1, lr=1e-2, adaptive_kl_target=1e-3)
     init, train, *_ = module.make_train(config)
     state, metrics = train(init(jax.random.split(jax.random.key(0), jax.local_device_count())))
     return state, {name: np.array(x)[0, :, 0] for name, x in metrics.items()}
@@ -126,7 +133,7 @@ def test_the_adaptive_coefficient_follows_the_kl_of_each_update():
 
 
 def test_an_interrupted_run_keeps_its_coefficient(tmp_path):
-    words = flags(tiny(module, drift="adaptive_kl", num_evals=4, kl_target=1e-3))
+    words = flags(tiny(module, drift="adaptive_kl", num_evals=4, adaptive_kl_target=1e-3))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "whole")
     assert code == 0, err
     write_rows, calls = module.write_rows, []
