@@ -62,7 +62,7 @@ class Config:
     # Environment
     env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
-    benchmark_id: str = ""  # XLand benchmark (e.g. small-1m) or file; empty: layouts
+    benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
     trial_episodes: int = 4  # episodes per trial, all of one task
     eval_fraction: float = 0.1  # fraction of the tasks held out for evaluation
     img_obs: bool = False  # observe pixels instead of symbols

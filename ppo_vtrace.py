@@ -4,7 +4,7 @@ Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from th
 collected the rollout. Here every minibatch recomputes its advantages under the current policy and
 value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
 et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
-segments without replacement, favoring large advantages, and reweights the loss for it. Also:
+segments without replacement, favoring large advantages, and corrects the loss by weights. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -135,13 +135,15 @@ def make_env(config: Config) -> tuple:
     discrete. `step` resets after an episode: `obs` then starts the next one, but `next_obs` is the
     true final observation. Continuous actions lie in [-1, 1]^n.
     """
-    if config.hide_velocity and config.env_id not in POSITIONS:
-        raise ConfigError(f"hide_velocity: add {config.env_id} to POSITIONS")
     if config.env_id.startswith("brax/"):
+        if config.hide_velocity:
+            raise ConfigError("hide_velocity: not on brax")
         return make_brax_env(config)
     if config.env_id not in gymnax.registered_envs:
         nearest = difflib.get_close_matches(config.env_id, gymnax.registered_envs, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
+    if config.hide_velocity and config.env_id not in POSITIONS:
+        raise ConfigError(f"hide_velocity: add {config.env_id} to POSITIONS")
     env, params = gymnax.make(config.env_id)
     try:
         params = params.replace(**json.loads(config.env_params or "{}"))
@@ -150,7 +152,7 @@ def make_env(config: Config) -> tuple:
     space = env.action_space(params)
     obs_space = env.observation_space(params)
     is_discrete = hasattr(space, "n")
-    visible = POSITIONS[config.env_id] if config.hide_velocity else ...
+    visible = POSITIONS[config.env_id] if config.hide_velocity else slice(None)
 
     def encode(obs):
         return obs[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
@@ -281,7 +283,7 @@ class Memory(nnx.Module):
         self.forget = not config.memory
 
     def __call__(self, obs: jax.Array, carry: Any, reset: jax.Array):
-        """obs [T, ...], carry, reset [T] (clears it first) -> outputs [T, H], carries [T]."""
+        """obs [T, ...], carry, reset [T] (clear it first) -> outputs [T, H], carries [T]."""
 
         def step(carry, x):
             features, clear = x
@@ -386,9 +388,9 @@ def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition
 def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: Config):
     """V-trace (arXiv 1802.01561, eq. 1 and remark 2) as generalized advantage estimation.
 
-    All arrays are [T, ...]. `ratio` of the current policy to the one that acted; `next_value` is
-    the value of the true next observation; `done` is terminated | truncated. With ratio 1 and
-    limits >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target).
+    All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
+    `next_value` the value of the true next observation, and `done` is terminated | truncated. With
+    ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target).
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
@@ -409,8 +411,8 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
 def ppo_loss(params, replay, batch: Transition, advantage, target, weight, config: Config):
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
-    All arrays are [B, T, ...], but weight [B]; the advantage is normalized. Returns scalars (loss,
-    metrics).
+    All arrays are [B, T, ...], except weight [B] and batch.hidden [B, 1, ...]; the advantage is
+    normalized. Returns scalars (loss, metrics).
     """
     policy, value, _ = jax.vmap(replay, (None, 0))(params, batch)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
@@ -439,7 +441,7 @@ def ppo_loss(params, replay, batch: Transition, advantage, target, weight, confi
 def draw_segments(key, priority, count: int) -> tuple[jax.Array, jax.Array]:
     """Gumbel top-k: draw `count` segments without replacement, in proportion to priority [N] > 0.
 
-    Returns rows [count] and the probability of each to be among them, given the best score left
+    Returns rows [count] and each one's probability of being drawn, given the best score left
     out: P(score > left_out) = 1 - exp(-priority / exp(left_out)) (Kool et al. 2019, arXiv
     1903.06059, section 4).
     """
@@ -463,8 +465,8 @@ def make_train(config: Config) -> tuple:
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
     if not num_drawn or num_drawn % config.num_minibatches:
-        sizes = f"the {num_drawn} segments drawn per device"
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {sizes}, >= 1")
+        multiple = f"a positive multiple of num_minibatches = {config.num_minibatches}"
+        raise ConfigError(f"{num_drawn} segments drawn per device: not {multiple}")
     if config.updates_per_eval < 1:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions, is_discrete = make_env(config)
@@ -497,7 +499,7 @@ def make_train(config: Config) -> tuple:
         return jax.tree.map(lambda x: x[0], nnx.merge(graphdef, params)(obs, hidden, reset))
 
     def replay(params, segment):
-        """Transitions [T] from the stored carry of the first -> policy, value and hidden [T]."""
+        """Rerun a segment [T] from its first stored carry -> policy, value and hidden [T]."""
         first = jax.tree.map(lambda x: x[0], segment.hidden)
         return nnx.merge(graphdef, params)(segment.obs, first, segment.reset)
 
@@ -506,7 +508,7 @@ def make_train(config: Config) -> tuple:
         policy, value, hidden = replay(params, segment)
         infer_next = jax.vmap(infer, (None, 0, 0, None))
         # `hidden` has read the observation, and no reset follows.
-        next_value = infer_next(params, segment.next_obs, hidden, jnp.bool(False))[1]
+        _, next_value, _ = infer_next(params, segment.next_obs, hidden, jnp.bool(False))
         ratio = jnp.exp(policy.log_prob(segment.action) - segment.log_prob)
         steps = (segment.reward, value, next_value, segment.terminated, segment.done)
         return compute_vtrace(ratio, *steps, config)
@@ -604,8 +606,9 @@ def make_train(config: Config) -> tuple:
         first = jax.tree.map(lambda x: x[:1], rollout.hidden)  # all that `replay` needs
         rollout = rollout._replace(hidden=first)
         segments = jax.tree.map(lambda x: x.swapaxes(0, 1), rollout)  # [N, T, ...]
-        advantage, target = jax.vmap(vtrace, (None, 0))(state.params, segments)
+        advantage, target = jax.vmap(vtrace, (None, 0))(state.params, segments)  # ratio 1: GAE
         state, metrics = update_epochs(state, (segments, advantage, target))
+        # The advantage is target - value, the error of the value.
         error, target = jax.lax.all_gather((advantage, target), "devices")
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)

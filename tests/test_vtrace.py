@@ -190,8 +190,9 @@ def test_hidden_velocities_are_not_observed():
         action = jnp.zeros(1) if env_id == "Pendulum-v1" else jnp.int32(0)
         obs, *_, next_obs = step(jax.random.key(4), env_state, action)
         assert obs.shape == next_obs.shape == (2,)
-    with pytest.raises(module.ConfigError, match="add Acrobot-v1 to POSITIONS"):
-        module.make_env(tiny(module, env_id="Acrobot-v1", hide_velocity=True))
+    for env_id, message in (("Acrobot-v1", "add Acrobot-v1 to POSITIONS"), ("brax/ant", "brax")):
+        with pytest.raises(module.ConfigError, match=message):
+            module.make_env(tiny(module, env_id=env_id, hide_velocity=True))
 
 
 # -------------------------------------- training
