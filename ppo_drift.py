@@ -73,7 +73,7 @@ class Config:
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
-    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # limits the change
+    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # penalty on change
     kl_coef: float = 1.0  # coefficient of the KL penalty; adaptive_kl starts from it
     adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
     clip_eps: float = 0.2  # clipping range of the probability ratio
@@ -453,8 +453,8 @@ def make_train(config: Config) -> tuple:
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
         if config.drift == "adaptive_kl":  # by the KL of the last epoch
-            target_and_kl = metrics["policy/kl"], config.adaptive_kl_target
-            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, *target_and_kl))
+            kl_and_target = metrics["policy/kl"], config.adaptive_kl_target
+            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, *kl_and_target))
         metrics |= episode_stats(rollout)
         return state._replace(runner=runner, update=state.update + 1), metrics
 

@@ -158,7 +158,8 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
     env_state, reward, done) and the number of actions. `step` starts the next episode of a trial,
-    and after the last one, where done is True, a new trial; `env_state.episode` counts from 0.
+    and after the last one, where done is True, a trial of a new training task;
+    `env_state.episode` counts the episodes of a trial from 0.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
