@@ -87,15 +87,18 @@ def minatar(game: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
 
 
-def minigrid(name: str, threshold: float, options: str = "", *peers: str) -> Task:
+def minigrid(name: str, threshold: float, options: str = "", xland: bool = False) -> Task:
     env_id = f"MiniGrid-{name}"
     systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
-    return Task(env_id, threshold, 5, systems | {peer: f"env_id={env_id}" for peer in peers})
+    if xland:  # with the sizes of ppo_rnn
+        sizes = "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
+        systems["xland GRU 64"] = f"env_id={env_id} {sizes}"
+    return Task(env_id, threshold, 5, systems)
 
 
 def brax(name: str, threshold: float) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
-    return Task(f"brax/{name}", threshold, 3, dict.fromkeys(NORMALIZED, options))
+    return Task(f"brax/{name}", threshold, 5, dict.fromkeys(NORMALIZED, options))
 
 
 def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Task:
@@ -150,6 +153,7 @@ SECTIONS = {
         continuous("Pendulum-v1", -200),
         continuous("MountainCarContinuous-v0", 90),
         brax("inverted_double_pendulum", 5000),
+        brax("hopper", 500),
     ],
     "MinAtar": [
         minatar("Breakout", 20),
@@ -163,9 +167,9 @@ SECTIONS = {
         drifts("Breakout-MinAtar", 20, MINATAR),
     ],
     "MiniGrid": [
-        minigrid("Empty-6x6", 0.94, "--num-envs 8192", "xland"),
+        minigrid("Empty-6x6", 0.94, "--num-envs 8192", xland=True),
         minigrid("EmptyRandom-8x8", 0.94),
-        minigrid("DoorKey-5x5", 0.94, "", "xland"),
+        minigrid("DoorKey-5x5", 0.94, xland=True),
         minigrid("DoorKey-6x6", 0.94),
         minigrid("Unlock", 0.94),
         minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
@@ -179,7 +183,7 @@ SECTIONS = {
         Task(
             "brax/inverted_double_pendulum",
             5000,
-            3,
+            5,
             {"ppo_vtrace": f"--env-id brax/inverted_double_pendulum {BRAX}"},
         ),
     ],
