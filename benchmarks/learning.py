@@ -92,7 +92,7 @@ def minigrid(name: str, threshold: float, options: str = "", xland: bool = False
     systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
     if xland:  # with the sizes of ppo_rnn
         sizes = "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
-        systems["xland GRU 64"] = f"env_id={env_id} {sizes}"
+        systems["xland GRU 64"] = f"env_id={env_id} {sizes} eval_episodes=16"
     return Task(env_id, threshold, 5, systems)
 
 
