@@ -8,7 +8,7 @@ has learned too; q predicts returns. One update:
     replay       draw a batch of B trajectories
     targets      returns = Retrace(q of the target network)
                  policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
-    divergences  KL(policy' | policy) + KL(y' | y) + KL(z' | z) + KL(next policy | aux_pi)
+    divergences  KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
                  + 0.2 cross_entropy(returns, q), reduced by one Adam step
 
 Values and targets match the original's to 1e-9 in float64 (tests/test_disco.py). As there, a time

@@ -73,7 +73,7 @@ class Config:
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
-    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # penalty on change
+    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # policy penalty
     kl_coef: float = 1.0  # coefficient of the KL penalty; adaptive_kl starts from it
     adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
     clip_eps: float = 0.2  # clipping range of the probability ratio
@@ -191,7 +191,7 @@ class Transition(NamedTuple):
     obs: jax.Array
     action: jax.Array
     log_prob: jax.Array
-    logits: jax.Array  # [A]
+    logits: jax.Array  # [num_actions]
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
@@ -255,7 +255,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 # ------------------------------------------- loss
 # Drifts of the ratio r [B] and the advantage A [B]; each is 0 at r = 1, and so is its gradient.
 def clip_drift(ratio, advantage, eps):
-    """relu((r - clip(r, 1 - eps, 1 + eps)) A): r A - drift is the surrogate of PPO, eq. 7."""
+    """relu((r - clip(r, 1 - eps, 1 + eps)) A), so that r A - drift is eq. 7 of PPO."""
     return nn.relu((ratio - jnp.clip(ratio, 1 - eps, 1 + eps)) * advantage)
 
 
@@ -265,7 +265,7 @@ def dpo_drift(ratio, advantage, alpha=2.0, beta=0.6):
     A >= 0: relu((r - 1) A - alpha tanh((r - 1) A / alpha))
     A < 0:  relu(log(r) A - beta tanh(log(r) A / beta))
     """
-    better, worse = (ratio - 1) * advantage, jnp.log(ratio) * advantage
+    better, worse = (ratio - 1) * advantage, jnp.log(jnp.maximum(ratio, 1e-30)) * advantage
     better = nn.relu(better - alpha * jnp.tanh(better / alpha))
     worse = nn.relu(worse - beta * jnp.tanh(worse / beta))
     return jnp.where(advantage >= 0, better, worse)
@@ -280,7 +280,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target):
     """Halve or double the coefficient to keep the KL near its target (1707.06347, section 4)."""
     kl_coef = jnp.where(kl < kl_target / 1.5, kl_coef / 2, kl_coef)
     kl_coef = jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
-    return jnp.clip(kl_coef, 1e-4, 1e4)  # at 0 it would stay 0
+    return jnp.clip(kl_coef, 1e-4, 1e4)  # at 0 or inf it would be stuck
 
 
 def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, config: Config):
@@ -298,7 +298,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, co
         drift = dpo_drift(ratio, advantage)
     elif config.drift == "spo":
         drift = spo_drift(ratio, advantage, config.clip_eps)
-    else:  # kl_coef KL(old | new), exact (1707.06347, eq. 8)
+    else:  # kl_coef KL(old || new), exact (1707.06347, eq. 8)
         drift = kl_coef * kl
     policy_loss = -(ratio * advantage - drift).mean()
     value_error = (value - target) ** 2
@@ -422,7 +422,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Run epochs until the KL exceeds its target. Returns state, last epoch's metrics."""
+        """Run epochs until approx_kl exceeds target_kl. Returns state, last epoch's metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -452,9 +452,9 @@ def make_train(config: Config) -> tuple:
         error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
-        if config.drift == "adaptive_kl":  # by the KL of the last epoch
-            kl_and_target = metrics["policy/kl"], config.adaptive_kl_target
-            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, *kl_and_target))
+        if config.drift == "adaptive_kl":  # from the KL of the last epoch
+            kl, kl_target = metrics["policy/kl"], config.adaptive_kl_target
+            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, kl, kl_target))
         metrics |= episode_stats(rollout)
         return state._replace(runner=runner, update=state.update + 1), metrics
 

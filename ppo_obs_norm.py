@@ -484,7 +484,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Run epochs until the KL exceeds its target. Returns state, last epoch's metrics."""
+        """Run epochs until approx_kl exceeds target_kl. Returns state, last epoch's metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry

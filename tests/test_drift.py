@@ -83,6 +83,12 @@ def test_the_loss_is_the_surrogate_minus_its_drift(drift):
     assert metrics["policy/kl_coef"] == 3
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_dpo_is_finite_where_the_ratio_underflows(advantage):
+    drift = jax.value_and_grad(lambda x: module.dpo_drift(jnp.exp(x), jnp.float32(advantage)))
+    assert np.isfinite(drift(jnp.float32(-200.0))).all()
+
+
 @pytest.mark.parametrize(
     ("kl", "factor"), [(0.0066, 0.5), (0.0067, 1), (0.01, 1), (0.0149, 1), (0.0151, 2)]
 )
