@@ -96,9 +96,9 @@ def minigrid(name: str, threshold: float, options: str = "", xland: bool = False
     return Task(env_id, threshold, 5, systems)
 
 
-def brax(name: str, threshold: float) -> Task:
+def brax(name: str, threshold: float, *scripts: str) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
-    return Task(f"brax/{name}", threshold, 5, dict.fromkeys(NORMALIZED, options))
+    return Task(f"brax/{name}", threshold, 5, dict.fromkeys(scripts, options))
 
 
 def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Task:
@@ -134,7 +134,6 @@ def off_policy(options: str) -> dict[str, str]:
     return {"ppo_vtrace all segments": options, "ppo_vtrace all segments GAE once": once}
 
 
-NORMALIZED = ("ppo_continuous", "ppo_obs_norm")
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 PLACES = (
     "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/places.bz2"
@@ -152,8 +151,8 @@ SECTIONS = {
     "Continuous actions": [
         continuous("Pendulum-v1", -200),
         continuous("MountainCarContinuous-v0", 90),
-        brax("inverted_double_pendulum", 5000),
-        brax("hopper", 500),
+        brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
+        brax("hopper", 500, "ppo_obs_norm"),
     ],
     "MinAtar": [
         minatar("Breakout", 20),
@@ -180,12 +179,6 @@ SECTIONS = {
         hidden_velocity("Pendulum-v1", -250),
         hidden_velocity("CartPole-v1", 475),
         Task("Acrobot-v1", -100, 5, {"ppo_vtrace": ACROBOT, **off_policy(ACROBOT)}),
-        Task(
-            "brax/inverted_double_pendulum",
-            5000,
-            5,
-            {"ppo_vtrace": f"--env-id brax/inverted_double_pendulum {BRAX}"},
-        ),
     ],
     "Meta-learning": [
         meta("MiniGrid-MemoryS8 trials", 0.8, "--num-evals 20 --eval-episodes 2048"),
