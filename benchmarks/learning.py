@@ -171,9 +171,9 @@ SECTIONS = {
         minigrid("DoorKey-5x5", 0.94, xland=True),
         minigrid("DoorKey-6x6", 0.94),
         minigrid("Unlock", 0.94),
-        minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
+        minigrid("UnlockPickUp", 0.9, "--total-timesteps 5e6"),
         minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
-        minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
+        minigrid("MemoryS8", 0.9, "--total-timesteps 5e6"),
     ],
     "V-trace": [
         hidden_velocity("Pendulum-v1", -250),
