@@ -7,7 +7,7 @@ cleared only between trials, must carry what earlier episodes taught. To PPO, a 
   of the next episode's first observation, so that return is credited across episodes;
 - the end of the trial is a termination: nothing bootstraps from the next trial.
 
-Tasks are the rulesets of a benchmark (its name or file) or else layouts of the environment. A
+Tasks are the rulesets of a benchmark (by name or file) or else layouts of the environment. A
 fixed part of them is held out for evaluation. The rest is ppo_rnn.py.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds; K episodes/trial.
@@ -125,8 +125,8 @@ class Config:
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
-    prev_action: jax.Array  # [] -1 after a reset
-    prev_reward: jax.Array  # [] 0 after a reset
+    prev_action: jax.Array  # [] -1 after a memory reset
+    prev_reward: jax.Array  # [] 0 after a memory reset
     new_episode: jax.Array  # [] the previous step ended an episode of the trial
 
 
@@ -147,7 +147,7 @@ def load_tasks(config: Config, env, params) -> tuple:
         from_file = xminigrid.benchmarks.load_benchmark_from_path
         load = from_file if Path(config.benchmark_id).is_file() else xminigrid.load_benchmark
         benchmark = load(config.benchmark_id)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # whatever a corrupt file raises
         raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
     params_of = lambda task: params.replace(ruleset=benchmark.get_ruleset(task))
     return lambda key, task: env.reset(params_of(task), key), benchmark.num_rulesets()
@@ -157,9 +157,8 @@ def make_env(config: Config) -> tuple:
     """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
-    env_state, reward, done) and the number of actions. `step` starts the next episode of a trial,
-    and after the last one, where done is True, a trial of a new training task;
-    `env_state.episode` counts the episodes of a trial from 0.
+    env_state, reward, done) and the number of actions. `step` starts the next episode of a trial
+    or, after the last (done is True), a trial of a new training task.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -304,7 +303,7 @@ class Transition(NamedTuple):
     value: jax.Array
     reward: jax.Array
     done: jax.Array  # ended the trial
-    episode: jax.Array  # [2 + K] of the trial so far: mean return, mean length, each return
+    trial: jax.Array  # [2 + K] so far: mean return, mean length, each return
 
 
 class RunnerState(NamedTuple):
@@ -315,7 +314,7 @@ class RunnerState(NamedTuple):
     obs: Observation
     hidden: jax.Array  # [H] before reading obs
     done: jax.Array = np.bool(False)  # of the previous step
-    episode: jax.Array = np.float32(0)  # [2 + K] of the previous step; set by start_trial
+    trial: jax.Array = np.float32(0)  # [2 + K] of the previous step; set by start_trial
 
 
 class TrainState(NamedTuple):
@@ -334,9 +333,9 @@ class TrainState(NamedTuple):
 
 
 def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the episodes that ended in a rollout [T, N]; NaN if none did."""
+    """Means over the trials that ended in a rollout [T, N]; NaN if none did."""
     count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
-    mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
+    mean = jax.lax.psum((rollout.trial * rollout.done[..., None]).sum((0, 1)), "devices") / count
     return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
 
 
@@ -404,7 +403,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
+    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -431,8 +430,8 @@ def make_train(config: Config) -> tuple:
     def start_trial(key, is_test=False):
         key, reset_key = jax.random.split(key)
         obs, env_state = env_reset(reset_key, is_test)
-        hidden, episode = jnp.zeros(config.hidden_size), jnp.zeros(2 + config.trial_episodes)
-        return RunnerState(key, env_state, obs, hidden, episode=episode)
+        hidden, trial = jnp.zeros(config.hidden_size), jnp.zeros(2 + config.trial_episodes)
+        return RunnerState(key, env_state, obs, hidden, trial=trial)
 
     def infer(params, runner):
         return network.apply(params, runner.obs, runner.hidden, runner.done, method="one_step")
@@ -443,7 +442,7 @@ def make_train(config: Config) -> tuple:
         policy, value, hidden = infer(params, runner)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         obs, env_state, reward, done = env_step(step_key, runner.env_state, action)
-        # The share of this step in an episode's mean return and length, and in the return of each.
+        # This step's share of the trial's mean return and length, and of each episode's return.
         returns = reward * jax.nn.one_hot(runner.env_state.episode, config.trial_episodes)
         share = jnp.append(jnp.stack([reward, 1.0]) / config.trial_episodes, returns)
         transition = Transition(
@@ -455,16 +454,16 @@ def make_train(config: Config) -> tuple:
             value=value,
             reward=reward,
             done=done,
-            episode=runner.episode * ~runner.done + share,
+            trial=runner.trial * ~runner.done + share,
         )
-        runner = RunnerState(key, env_state, obs, hidden, done, transition.episode)
+        runner = RunnerState(key, env_state, obs, hidden, done, transition.trial)
         return runner, transition
 
     def trial_returns(params, key):
         """Return of each episode of a test trial [K]."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: step(params, runner, config.eval_greedy)[0]
-        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).episode[2:]
+        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).trial[2:]
 
     def evaluate(i, state):
         """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""

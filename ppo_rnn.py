@@ -121,8 +121,8 @@ class Config:
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
-    prev_action: jax.Array  # [] -1 after a reset
-    prev_reward: jax.Array  # [] 0 after a reset
+    prev_action: jax.Array  # [] -1 after a memory reset
+    prev_reward: jax.Array  # [] 0 after a memory reset
 
 
 def load_tasks(config: Config, params):
@@ -133,7 +133,7 @@ def load_tasks(config: Config, params):
         raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
     try:
         benchmark = xminigrid.load_benchmark(config.benchmark_id)
-    except (OSError, RuntimeError) as error:
+    except Exception as error:  # whatever a corrupt file raises
         raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
     if config.ruleset_id is None:
         return lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
@@ -377,7 +377,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap an f(lr) calling make_train, init_seed, train_seed.
+    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N

@@ -1,4 +1,4 @@
-"""Write XLand-MiniGrid tasks that can be told apart only by exploring.
+"""Write XLand-MiniGrid tasks whose goal only exploring can reveal.
 
     python benchmarks/make_rulesets.py runs/places.bz2
     python ppo_meta.py --env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/places.bz2 \\

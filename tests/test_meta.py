@@ -1,5 +1,6 @@
 """Trials, tasks and memory of ppo_meta.py, and the tasks of benchmarks/make_rulesets.py."""
 
+import bz2
 import sys
 
 import jax
@@ -121,6 +122,16 @@ def test_training_and_evaluation_never_share_a_task(places):
 def test_a_wrong_input_says_what_to_change(options, message):
     with pytest.raises(module.ConfigError, match=message):
         module.make_env(tiny(module, **options))
+
+
+@pytest.mark.parametrize("content", [b"", b"not compressed", bz2.compress(b"not pickled")])
+def test_a_corrupt_benchmark_is_a_wrong_input(content, tmp_path):
+    path = tmp_path / "tasks.bz2"
+    path.write_bytes(content)
+    with pytest.raises(module.ConfigError, match="benchmark_id"):
+        module.make_env(
+            tiny(module, env_id="XLand-MiniGrid-R1-9x9", benchmark_id=str(path), **SHORT)
+        )
 
 
 # ---------------------------------------- memory

@@ -41,7 +41,7 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "ConfigError": SCRIPTS,
     "compute_gae": (*PPO, "ippo"),
     "shuffle": (*PPO, "ippo"),
-    "episode_stats": PPO,
+    "episode_stats": [script for script in PPO if script != "ppo_meta"],  # where trials end
     "dense": (*FEED_FORWARD, "ppo_drift"),  # ppo_rnn's takes a dtype
     "ppo_loss": FEED_FORWARD,
     "RunnerState": ("ppo_ff", "ppo_drift", "ppo_continuous"),
