@@ -152,7 +152,7 @@ SECTIONS = {
         continuous("Pendulum-v1", -200),
         continuous("MountainCarContinuous-v0", 90),
         brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
-        brax("hopper", 500, "ppo_obs_norm"),
+        brax("hopper", 500, "ppo_continuous", "ppo_obs_norm"),
     ],
     "MinAtar": [
         minatar("Breakout", 20),
