@@ -485,6 +485,10 @@ def interval(values: np.ndarray, unit: str = "") -> str:
     return middle if low == middle == high else f"{middle} [{low}, {high}]"
 
 
+def three_digits(x: float) -> str:
+    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
+
+
 def table_row(row: Row, curve: Curve, rate: float | None) -> str:
     final = final_returns(curve)
     low, high = bootstrap(final[None])[:, 0]
@@ -493,7 +497,7 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
         row.task.title,
         f"[{row.system}]({CSVS}/{row.name}.csv)",
         f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
-        f"{final.mean():.4g} ± {final.std():.3g}",
+        f"{final.mean():.4g} ± {three_digits(final.std())}",
         str(len(final)),
         f"≥ {row.task.threshold:g}: {interval(steps)}",
         interval(steps / rate, " s") if rate else "",
@@ -661,7 +665,7 @@ def ablation_tables() -> str:
             cells = [
                 f"[{row.system.removeprefix(script).strip() or 'none'}]({CSVS}/{row.name}.csv)",
                 f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
-                f"{final.mean():.4g} ± {final.std():.3g}",
+                f"{final.mean():.4g} ± {three_digits(final.std())}",
                 str(len(final)),
                 interval(steps_to(curve, task.threshold)),
             ]
