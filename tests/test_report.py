@@ -81,9 +81,9 @@ def test_peers_are_described_and_slow_ones_have_fewer_seeds():
 
     assert set(learning.PEERS) == set(learning.PEER_RETURNS)
     assert all(hasattr(peers, f"{kind}_curve") for kind in learning.PEERS)
-    (row,) = learning.all_rows("DoorKey-5x5__xland")
+    (row,) = learning.all_rows("Acrobot-v1__cleanrl")
     assert row.seeds == 3 < row.task.seeds
-    assert row.command == "learning.py --learn xland (env_id=MiniGrid-DoorKey-5x5, 3 seeds)"
+    assert row.command == "learning.py --learn cleanrl (env_id=Acrobot-v1, 3 seeds)"
 
 
 def test_the_interval_of_the_median_is_that_of_scipy():
