@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
+    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     config = resolve(config)
     num_devices = jax.device_count()

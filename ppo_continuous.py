@@ -64,7 +64,7 @@ class Config:
     num_envs: int = 16  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
     # Algorithm
-    update_epochs: int = 4  # passes over each rollout
+    update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
     hidden_size: int = 64  # width of the dense layers
@@ -77,7 +77,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -350,7 +350,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
+    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N

@@ -1,9 +1,9 @@
 """PPO with a choice of drift: what keeps the new policy near the old one.
 
 The surrogate is ratio * advantage - drift (mirror learning: Kuba et al. 2022, arXiv 2201.02373);
-clipping, KL penalties, DPO and SPO differ in the drift alone. The rest is ppo_ff.py: proximal
-policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage estimation
-(Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
+clipping, KL penalties, discovered and simple policy optimization (DPO, SPO) differ in the drift
+alone. The rest is ppo_ff.py: PPO (Schulman et al. 2017, 1707.06347) with generalized advantage
+estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
 one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
@@ -65,7 +65,7 @@ class Config:
     num_envs: int = 16  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
     # Algorithm
-    update_epochs: int = 2  # passes over each rollout
+    update_epochs: int = 2  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     network: Literal["auto", "mlp"] = "auto"  # auto: a CNN for images, an MLP otherwise
     hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 for a CNN
@@ -73,7 +73,7 @@ class Config:
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
-    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # policy penalty
+    drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # proximity term
     kl_coef: float = 1.0  # coefficient of the KL penalty; adaptive_kl starts from it
     adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
     clip_eps: float = 0.2  # clipping range of the probability ratio
@@ -81,7 +81,7 @@ class Config:
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.1  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -253,7 +253,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 
 
 # ------------------------------------------- loss
-# Drifts of the ratio r [B] and the advantage A [B]; each is 0 at r = 1, and so is its gradient.
+# Drifts, given the ratio r [B] and the advantage A [B]; each is 0 at r = 1, and so is its gradient.
 def clip_drift(ratio, advantage, eps):
     """relu((r - clip(r, 1 - eps, 1 + eps)) A), so that r A - drift is eq. 7 of PPO."""
     return nn.relu((ratio - jnp.clip(ratio, 1 - eps, 1 + eps)) * advantage)
@@ -276,15 +276,15 @@ def spo_drift(ratio, advantage, eps):
     return jnp.abs(advantage) * (ratio - 1) ** 2 / (2 * eps)
 
 
-def adapt_kl_coef(kl_coef, kl, kl_target):
-    """Halve or double the coefficient to keep the KL near its target (1707.06347, section 4)."""
-    kl_coef = jnp.where(kl < kl_target / 1.5, kl_coef / 2, kl_coef)
-    kl_coef = jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
+def adapt_kl_coef(kl_coef, kl, desired_kl):
+    """Halve or double the coefficient to keep the KL near desired_kl (1707.06347, section 4)."""
+    kl_coef = jnp.where(kl < desired_kl / 1.5, kl_coef / 2, kl_coef)
+    kl_coef = jnp.where(kl > desired_kl * 1.5, kl_coef * 2, kl_coef)
     return jnp.clip(kl_coef, 1e-4, 1e4)  # at 0 or inf it would be stuck
 
 
 def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, config: Config):
-    """Surrogate ratio * advantage - drift, value loss and entropy bonus (1707.06347, eq. 9).
+    """Surrogate (ratio * advantage - drift), value loss and entropy bonus (1707.06347, eq. 9).
 
     All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
     """
@@ -298,7 +298,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, co
         drift = dpo_drift(ratio, advantage)
     elif config.drift == "spo":
         drift = spo_drift(ratio, advantage, config.clip_eps)
-    else:  # kl_coef KL(old || new), exact (1707.06347, eq. 8)
+    else:  # kl_coef * KL(old || new), exact (1707.06347, eq. 8)
         drift = kl_coef * kl
     policy_loss = -(ratio * advantage - drift).mean()
     value_error = (value - target) ** 2
@@ -335,7 +335,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
+    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -452,9 +452,9 @@ def make_train(config: Config) -> tuple:
         error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
-        if config.drift == "adaptive_kl":  # from the KL of the last epoch
-            kl, kl_target = metrics["policy/kl"], config.adaptive_kl_target
-            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, kl, kl_target))
+        if config.drift == "adaptive_kl":  # mean KL of the last epoch, before each step
+            kl, desired_kl = metrics["policy/kl"], config.adaptive_kl_target
+            state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, kl, desired_kl))
         metrics |= episode_stats(rollout)
         return state._replace(runner=runner, update=state.update + 1), metrics
 

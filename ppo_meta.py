@@ -1,20 +1,19 @@
 """RL^2: recurrent PPO whose memory learns a task within a trial, on XLand-MiniGrid environments.
 
 Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
-A trial is a fixed number of episodes of one task. The agent is not told the task: its memory,
-cleared only between trials, must carry what earlier episodes taught. To PPO, a trial is an episode:
+A trial is a fixed number of episodes (or steps) of one task: a ruleset from a benchmark, or else a
+layout of the environment. Some tasks are held out for evaluation. The agent is not told the task:
+its memory, cleared only between trials, must carry what earlier episodes taught. To PPO, a trial is
+an episode; the rest is ppo_rnn.py:
 - an inner episode's end, by goal or time limit, is an ordinary step: it bootstraps from the value
-  of the next episode's first observation, so that return is credited across episodes;
+  of the next episode's first observation, so credit flows across episodes;
 - the end of the trial is a termination: nothing bootstraps from the next trial.
 
-Tasks are the rulesets of a benchmark (by name or file) or else layouts of the environment. A
-fixed part of them is held out for evaluation. The rest is ppo_rnn.py.
-
-Shapes: T steps, N environments and minibatch B per device, D devices, S seeds; K episodes/trial.
+Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_meta.py --num-seeds 3
 
-The first episode of a trial returns 0.51 ± 0.02, the other three 0.986 (MiniGrid-MemoryS8).
+The first episode of a trial, a guess, returns 0.51 ± 0.02, later ones 0.986 (MemoryS8, 20 layouts).
 """
 
 # /// script
@@ -64,20 +63,21 @@ class Config:
     env_params: str = ""  # JSON object of environment parameters
     benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
     trial_episodes: int = 4  # episodes per trial, all of one task
+    trial_steps: int | None = None  # steps per trial in training, instead of episodes
     eval_fraction: float = 0.1  # fraction of the tasks held out for evaluation
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 256  # parallel environments per seed, over all devices
     num_steps: int | None = None  # rollout length; None: 64, or 16 if num_envs > 1024
     # Algorithm
-    update_epochs: int = 4  # passes over each rollout
+    update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int = 8  # features per tile
     conv_size: int = 8  # channels of the first convolution; each later one doubles them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
-    memory: bool = True  # --no-memory forgets at every step, as an ablation
-    reset_memory: bool = False  # forget after every episode, as an ablation
+    memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
+    reset_memory: bool = False  # clear memory after every episode, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -88,7 +88,7 @@ class Config:
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -125,8 +125,8 @@ class Config:
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
-    prev_action: jax.Array  # [] -1 after a memory reset
-    prev_reward: jax.Array  # [] 0 after a memory reset
+    prev_action: jax.Array  # [] -1 if none
+    prev_reward: jax.Array  # [] 0 if none
     new_episode: jax.Array  # [] the previous step ended an episode of the trial
 
 
@@ -134,6 +134,8 @@ class EnvState(NamedTuple):
     timestep: Any  # of xminigrid
     task: jax.Array  # [] of the trial
     episode: jax.Array  # [] of the trial, from 0
+    step: jax.Array  # [] of the trial, from 0
+    is_test: jax.Array  # [] the trial is part of an evaluation
 
 
 def load_tasks(config: Config, env, params) -> tuple:
@@ -148,7 +150,7 @@ def load_tasks(config: Config, env, params) -> tuple:
         load = from_file if Path(config.benchmark_id).is_file() else xminigrid.load_benchmark
         benchmark = load(config.benchmark_id)
     except Exception as error:  # whatever a corrupt file raises
-        raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
+        raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     params_of = lambda task: params.replace(ruleset=benchmark.get_ruleset(task))
     return lambda key, task: env.reset(params_of(task), key), benchmark.num_rulesets()
 
@@ -157,8 +159,8 @@ def make_env(config: Config) -> tuple:
     """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
-    env_state, reward, done) and the number of actions. `step` starts the next episode of a trial
-    or, after the last (done is True), a trial of a new training task.
+    env_state, reward, done) and the number of actions. `step` starts episode env_state.episode of
+    a trial or, after the last (done is True), a trial of a new training task.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -176,33 +178,32 @@ def make_env(config: Config) -> tuple:
     tasks = jax.random.permutation(jax.random.key(0), num_tasks)  # one split for all seeds
     num_actions = env.num_actions(params)
 
-    def draw_task(key, is_test):
-        low, high = (0, num_tests) if is_test else (num_tests, num_tasks)
-        return tasks[jax.random.randint(key, (), low, high)]
-
     def observe(timestep, action, reward, new_episode):
         direction = timestep.state.agent.direction
         return Observation(timestep.observation, direction, action, reward, new_episode)
 
     def reset(key, is_test=False):
         task_key, reset_key = jax.random.split(key)
-        task = draw_task(task_key, is_test)
+        task = jax.random.choice(task_key, tasks[:num_tests] if is_test else tasks[num_tests:])
         timestep = start(reset_key, task)
         obs = observe(timestep, jnp.int32(-1), jnp.float32(0), jnp.bool(False))
-        return obs, EnvState(timestep, task, jnp.int32(0))
+        return obs, EnvState(timestep, task, jnp.int32(0), jnp.int32(0), jnp.bool(is_test))
 
     def step(key, env_state, action):
         task_key, reset_key = jax.random.split(key)
-        timestep = env.step(params, env_state.timestep, action)  # with the ruleset of the timestep
+        timestep = env.step(params, env_state.timestep, action)  # under the rules of the timestep
         reward, ended = timestep.reward, timestep.last()
-        episode = env_state.episode + ended
+        episode, trial_step = env_state.episode + ended, env_state.step + 1
         done = episode == config.trial_episodes
-        task = jnp.where(done, draw_task(task_key, False), env_state.task)
-        timestep = optax.tree.where(ended, start(reset_key, task), timestep)
+        if config.trial_steps:
+            done = jnp.where(env_state.is_test, done, trial_step == config.trial_steps)
+        task = jnp.where(done, jax.random.choice(task_key, tasks[num_tests:]), env_state.task)
+        timestep = optax.tree.where(ended | done, start(reset_key, task), timestep)
         forget = done | (ended & config.reset_memory)
         prev_action, prev_reward = jnp.where(forget, -1, action), jnp.where(forget, 0, reward)
         obs = observe(timestep, prev_action, prev_reward, ended & ~done)
-        return obs, EnvState(timestep, task, jnp.where(done, 0, episode)), reward, done
+        counts = episode * ~done, trial_step * ~done
+        return obs, EnvState(timestep, task, *counts, env_state.is_test), reward, done
 
     return reset, step, num_actions
 
@@ -303,7 +304,7 @@ class Transition(NamedTuple):
     value: jax.Array
     reward: jax.Array
     done: jax.Array  # ended the trial
-    trial: jax.Array  # [2 + K] so far: mean return, mean length, each return
+    trial: jax.Array  # [3 + K] so far: return, length, episodes, return of each; K = trial_episodes
 
 
 class RunnerState(NamedTuple):
@@ -314,7 +315,7 @@ class RunnerState(NamedTuple):
     obs: Observation
     hidden: jax.Array  # [H] before reading obs
     done: jax.Array = np.bool(False)  # of the previous step
-    trial: jax.Array = np.float32(0)  # [2 + K] of the previous step; set by start_trial
+    trial: jax.Array = np.float32(0)  # [3 + K] of the previous step; set by start_trial
 
 
 class TrainState(NamedTuple):
@@ -326,15 +327,15 @@ class TrainState(NamedTuple):
     runner: RunnerState  # [N]
     best: Any  # parameters that scored best_return
     update: jax.Array = np.int32(0)
-    eval_return: jax.Array = np.float32(np.nan)  # mean of the episodes of a trial
+    eval_return: jax.Array = np.float32(np.nan)  # mean over the episodes of a trial
     eval_returns: jax.Array = np.float32(np.nan)  # [K] of each episode; set by init_seed
     best_return: jax.Array = np.float32(-np.inf)
     absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
 
 
 def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the trials that ended in a rollout [T, N]; NaN if none did."""
-    count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
+    """Means over the episodes of all trials that ended in a rollout [T, N]; NaN if none did."""
+    count = jax.lax.psum((rollout.trial[..., 2] * rollout.done).sum(), "devices")
     mean = jax.lax.psum((rollout.trial * rollout.done[..., None]).sum((0, 1)), "devices") / count
     return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
 
@@ -403,7 +404,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
+    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -430,7 +431,7 @@ def make_train(config: Config) -> tuple:
     def start_trial(key, is_test=False):
         key, reset_key = jax.random.split(key)
         obs, env_state = env_reset(reset_key, is_test)
-        hidden, trial = jnp.zeros(config.hidden_size), jnp.zeros(2 + config.trial_episodes)
+        hidden, trial = jnp.zeros(config.hidden_size), jnp.zeros(3 + config.trial_episodes)
         return RunnerState(key, env_state, obs, hidden, trial=trial)
 
     def infer(params, runner):
@@ -442,9 +443,8 @@ def make_train(config: Config) -> tuple:
         policy, value, hidden = infer(params, runner)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         obs, env_state, reward, done = env_step(step_key, runner.env_state, action)
-        # This step's share of the trial's mean return and length, and of each episode's return.
-        returns = reward * jax.nn.one_hot(runner.env_state.episode, config.trial_episodes)
-        share = jnp.append(jnp.stack([reward, 1.0]) / config.trial_episodes, returns)
+        by_episode = reward * jax.nn.one_hot(runner.env_state.episode, config.trial_episodes)
+        increment = jnp.append(jnp.stack([reward, 1.0, obs.new_episode | done]), by_episode)
         transition = Transition(
             obs=runner.obs,
             reset=runner.done,
@@ -454,7 +454,7 @@ def make_train(config: Config) -> tuple:
             value=value,
             reward=reward,
             done=done,
-            trial=runner.trial * ~runner.done + share,
+            trial=runner.trial * ~runner.done + increment,
         )
         runner = RunnerState(key, env_state, obs, hidden, done, transition.trial)
         return runner, transition
@@ -463,7 +463,7 @@ def make_train(config: Config) -> tuple:
         """Return of each episode of a test trial [K]."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: step(params, runner, config.eval_greedy)[0]
-        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).trial[2:]
+        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).trial[3:]
 
     def evaluate(i, state):
         """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""

@@ -66,13 +66,13 @@ class Config:
     num_envs: int = 256  # parallel environments per seed, over all devices
     num_steps: int | None = None  # rollout length; None: 64, or 16 if num_envs > 1024
     # Algorithm
-    update_epochs: int = 1  # passes over each rollout
+    update_epochs: int = 1  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int = 8  # features per tile
     conv_size: int = 8  # channels of the first convolution; each later one doubles them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
-    memory: bool = True  # --no-memory forgets at every step, as an ablation
+    memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -83,7 +83,7 @@ class Config:
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -121,8 +121,8 @@ class Config:
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
     direction: jax.Array  # [] of the agent, 0 to 3
-    prev_action: jax.Array  # [] -1 after a memory reset
-    prev_reward: jax.Array  # [] 0 after a memory reset
+    prev_action: jax.Array  # [] -1 if none
+    prev_reward: jax.Array  # [] 0 if none
 
 
 def load_tasks(config: Config, params):
@@ -134,7 +134,7 @@ def load_tasks(config: Config, params):
     try:
         benchmark = xminigrid.load_benchmark(config.benchmark_id)
     except Exception as error:  # whatever a corrupt file raises
-        raise ConfigError(f"benchmark_id: {error}; is XLAND_MINIGRID_DATA set?") from None
+        raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     if config.ruleset_id is None:
         return lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
     if config.ruleset_id >= benchmark.num_rulesets():
@@ -377,7 +377,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
+    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N

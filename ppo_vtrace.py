@@ -4,7 +4,7 @@ Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from th
 collected the rollout. Here every minibatch recomputes its advantages under the current policy and
 value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
 et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
-segments without replacement, favoring large advantages, with importance weights. Also:
+segments without replacement, favoring large advantages, for which weights correct the losses. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -67,7 +67,7 @@ class Config:
     num_envs: int = 64  # parallel environments per seed, over all devices
     num_steps: int = 32  # rollout length
     # Algorithm
-    update_epochs: int = 8  # passes over each rollout
+    update_epochs: int = 8  # epochs per rollout
     num_minibatches: int = 8  # minibatches per epoch
     recompute_advantages: bool = True  # for every minibatch, or once per rollout
     rho_clip: float = 1.0  # V-trace's rho-bar: cap on the ratio that weights a TD error
@@ -76,7 +76,7 @@ class Config:
     priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
     priority_beta: float = 0.4  # initial exponent of the importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
-    memory: bool = True  # --no-memory forgets at every step, as an ablation
+    memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
     normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # units of the cell and of the dense layers
@@ -89,7 +89,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -283,7 +283,7 @@ class Memory(nnx.Module):
         self.forget = not config.memory
 
     def __call__(self, obs: jax.Array, carry: Any, reset: jax.Array):
-        """obs [T, ...], carry, reset [T] (clear it first) -> outputs [T, H], carries [T]."""
+        """obs [T, ...], carry, reset [T] (clears carry first) -> outputs [T, H], carries [T]."""
 
         def step(carry, x):
             features, clear = x
@@ -390,7 +390,8 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
 
     All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
     `next_value` the value of the true next observation, and `done` is terminated | truncated. With
-    ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target).
+    ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target);
+    advantage = target - value holds its own step's ratio, and ppo_loss adds PPO's.
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
@@ -425,7 +426,7 @@ def ppo_loss(params, replay, batch: Transition, advantage, target, weight, confi
         change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
     value_loss = 0.5 * (weight[:, None] * value_error).mean()
-    entropy = policy.entropy().mean()
+    entropy = policy.entropy().mean()  # unweighted
     loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
     return loss, {
         "loss/total": loss,
@@ -457,7 +458,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
     `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweep: in a "devices" pmap, vmap f(lr) that calls make_train, init_seed, train_seed.
+    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -507,7 +508,7 @@ def make_train(config: Config) -> tuple:
         """Advantage and target [T] under `params`."""
         policy, value, hidden = replay(params, segment)
         infer_next = jax.vmap(infer, (None, 0, 0, None))
-        # `hidden` has read the observation, and no reset follows.
+        # `hidden` has read obs; next_obs is of the same episode: no reset.
         _, next_value, _ = infer_next(params, segment.next_obs, hidden, jnp.bool(False))
         ratio = jnp.exp(policy.log_prob(segment.action) - segment.log_prob)
         steps = (segment.reward, value, next_value, segment.terminated, segment.done)
@@ -585,7 +586,7 @@ def make_train(config: Config) -> tuple:
             weight = probability**-beta
             drawn = (*jax.tree.map(lambda x: x[rows], samples), weight / weight.mean())
             split = lambda x: x.reshape(config.num_minibatches, -1, *x.shape[1:])
-            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...]
+            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...] as drawn
             updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
             metrics = jax.tree.map(jnp.mean, metrics)
             state = optax.tree.where(stop, state, updated)

@@ -2,6 +2,7 @@
 
     python benchmarks/speed.py                   # every script, its ceilings, where time goes
     python benchmarks/speed.py --scaling         # sizes, seeds, devices, steps, time limits
+    python benchmarks/speed.py --vtrace          # the price of recomputing advantages
     python benchmarks/speed.py --peers purejaxrl=DIR xland=DIR rejax=DIR    # see peers.md
     python benchmarks/speed.py --json result.json
 
@@ -33,6 +34,15 @@ PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256
 SPREAD = {"env_id": "MPE_simple_spread_v3", "num_envs": 16, "num_steps": 128, "num_minibatches": 4}
 GRU = {"num_envs": 256, "num_steps": 64, "num_minibatches": 8}
 GRU |= {"embedding_size": 32, "conv_size": 16}
+EPOCHS = {"num_envs": 64, "num_steps": 32, "update_epochs": 8, "num_minibatches": 8}
+VTRACE = {**EPOCHS, "draw_fraction": 1.0}
+RECOMPUTATION = {  # on Pendulum, with networks of width 64
+    "ppo_continuous": ("ppo_continuous", {**EPOCHS, "hidden_size": 64}),
+    "ppo_vtrace, GAE once": ("ppo_vtrace", {**VTRACE, "recompute_advantages": False}),
+    "ppo_vtrace, V-trace": ("ppo_vtrace", VTRACE),
+    "ppo_vtrace, half of the segments": ("ppo_vtrace", EPOCHS),
+    "ppo_vtrace, LSTM": ("ppo_vtrace", {**EPOCHS, "cell": "lstm"}),
+}
 PLACES = str(ROOT / "runs" / "places.bz2")  # by make_rulesets.py
 WORK = {  # name: script and configuration
     "CartPole 4 envs": ("ppo_ff", {**CARTPOLE, "num_envs": 4, "num_minibatches": 4}),
@@ -391,6 +401,18 @@ def scaling_table(args):
     return table
 
 
+def vtrace_table(args):
+    header("V-trace for every minibatch, taking turns")
+    results = {name: [] for name in RECOMPUTATION}
+    for _ in range(args.rounds):
+        for name, (script, options) in RECOMPUTATION.items():
+            results[name].append(in_a_process("ours", script, options, args.steps, args.calls))
+    table = {name: merge(measured) for name, measured in results.items()}
+    for name in table:
+        row(name, table[name])
+    return table
+
+
 def peers_table(args, paths):
     header("Peers, taking turns")
     table = {}
@@ -419,6 +441,7 @@ def main():
     parser.add_argument("--calls", type=int, default=5, help="timed calls of each process")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each system")
     parser.add_argument("--scaling", action="store_true", help="measure how speed scales")
+    parser.add_argument("--vtrace", action="store_true", help="measure what V-trace costs")
     parser.add_argument("--thorough", action="store_true", help="every power of two")
     parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=DIR", help="see peers.md")
     parser.add_argument(
@@ -433,6 +456,8 @@ def main():
         del WORK[name]
     if args.peers:
         tables = peers_table(args, {n: Path(d) for n, d in (p.split("=") for p in args.peers)})
+    elif args.vtrace:
+        tables = vtrace_table(args)
     else:
         tables = scaling_table(args) if args.scaling else scripts_table(args)
     if args.json:

@@ -124,8 +124,8 @@ def test_metrics_of_a_rollout(recorded):
             np.testing.assert_allclose(measured["episode/length"], lengths.mean(), rtol=1e-6)
             np.testing.assert_allclose(measured["episode/return"], returns.mean(), rtol=1e-6)
         error = (records["target"] - records["value"])[part]
-        explained = 1 - error.var() / records["target"][part].var()
-        np.testing.assert_allclose(measured["value/explained_variance"], explained, rtol=1e-4)
+        unexplained = error.var() / records["target"][part].var()
+        np.testing.assert_allclose(1 - measured["value/explained_variance"], unexplained, rtol=1e-5)
         others = {name: x for name, x in measured.items() if not name.startswith("episode/")}
         assert np.isfinite(list(others.values())).all(), others
 

@@ -1,6 +1,7 @@
 """Trials, tasks and memory of ppo_meta.py, and the tasks of benchmarks/make_rulesets.py."""
 
 import bz2
+import csv
 import sys
 
 import jax
@@ -20,7 +21,7 @@ import make_rulesets  # noqa: E402
 module = load_script("ppo_meta")
 KEYS = jax.random.split(jax.random.key(0), jax.local_device_count())
 SHORT = {"env_params": '{"max_steps": 5}', "trial_episodes": 3}
-WORDS = flags(tiny(module, **SHORT, num_seeds=2, num_evals=4))
+WORDS = flags(tiny(module, **SHORT, trial_steps=7, num_seeds=2, num_evals=4))
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +108,33 @@ def test_training_and_evaluation_never_share_a_task(places):
     assert set(after.task[done].tolist()) <= train
 
 
+def test_a_trial_of_so_many_steps(places):
+    """Seven steps, in which episodes end after at most five; test trials keep to their episodes."""
+    options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": places, "trial_steps": 7}
+    config = tiny(module, **options, **SHORT)
+    _, before, action, next_obs, after, reward, done = random_steps(config)
+    ended = (before.timestep.state.step_num + 1 >= 5) | (reward > 0)
+    np.testing.assert_array_equal(before.step, np.tile((np.arange(60) % 7)[:, None], 16))
+    np.testing.assert_array_equal(done, before.step == 6)
+    assert (ended & ~done).any() and (done & ~ended).any()
+    same_task = after.task == before.task
+    assert same_task[~done].all() and not same_task[done].all()
+    np.testing.assert_array_equal(after.timestep.state.step_num == 0, ended | done)
+    np.testing.assert_array_equal(next_obs.new_episode, ended & ~done)
+    np.testing.assert_array_equal(next_obs.prev_action, np.where(done, -1, action))
+
+    reset, step, _ = module.make_env(config)
+    step = jax.jit(step)
+    _, env_state = reset(jax.random.PRNGKey(0), is_test=True)
+    lengths, done = [0], False
+    while not done:
+        _, env_state, reward, done = step(jax.random.PRNGKey(0), env_state, 1)  # turns on the spot
+        lengths[-1] += 1
+        if lengths[-1] == 5 or reward > 0:
+            lengths.append(0)
+    assert len(lengths) == 4 and sum(lengths) > 7
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -114,6 +142,7 @@ def test_training_and_evaluation_never_share_a_task(places):
         ({"eval_fraction": 1e-9}, "eval_fraction leaves 0 of 65536 tasks"),
         ({"eval_fraction": 1.5}, "eval_fraction = 1.5"),
         ({"trial_episodes": 0}, "trial_episodes = 0"),
+        ({"trial_steps": 0}, "trial_steps = 0"),
         ({"benchmark_id": "nothing"}, "XLand-MiniGrid"),
         ({"benchmark_id": "nothing", "env_id": "XLand-MiniGrid-R1-9x9"}, "Unknown benchmark"),
     ],
@@ -180,7 +209,8 @@ def make_probe(reward_of, num_kinds):
         def reset(key, is_test=False):
             kind = jax.random.randint(key, (), 0, num_kinds)
             obs = observe(0, jnp.int32(-1), jnp.float32(0), jnp.bool(False))
-            return obs, module.EnvState(jnp.int32(0), kind, jnp.int32(0))
+            zero = jnp.int32(0)
+            return obs, module.EnvState(zero, kind, zero, zero, jnp.bool(is_test))
 
         def step(key, env_state, action):
             reward = jnp.float32(reward_of(env_state.task, action))
@@ -225,6 +255,7 @@ def test_return_crosses_episodes_and_stops_at_the_trials_end(monkeypatch):
         assert metrics[name][-1] == 1 and np.isnan(metrics[name][:-1]).all()
     np.testing.assert_allclose(metrics["episode/return"], 1, rtol=1e-6)
     np.testing.assert_allclose(metrics["episode/length"], 1, rtol=1e-6)
+    assert metrics["episode/count"].sum() == 32 * (200 * 16 // 3) * 3  # of whole trials
 
 
 def test_a_bandit_is_solved_from_the_second_episode_on(monkeypatch):
@@ -261,8 +292,13 @@ def test_an_interrupted_run_continues_to_the_same_bits(meta_run, tmp_path):
     code, _, err = run(module, "--run-dir", tmp_path / "cut")
     assert code == 0, err
     assert learned(tmp_path / "cut") == learned(meta_run)
-    header = (meta_run / "metrics.csv").read_text().splitlines()[0].split(",")
-    assert "eval/return/episode_3" in header
+    with open(meta_run / "metrics.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert "eval/return/episode_3" in rows[0]
+    rows = [row for row in rows if row["episode/length"]]
+    steps = [float(row["episode/length"]) * float(row["episode/count"]) for row in rows]
+    trials = np.array(steps) / 7
+    assert rows and trials == pytest.approx(trials.round(), abs=1e-3)
 
 
 # -------------------------------------- rulesets
