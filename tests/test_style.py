@@ -28,6 +28,7 @@ BUDGETS = {  # characters and lines, everything included
     "disco_meta": (22_000, 460),
 }
 RUN_PART = (7_000, 150)
+README = (ROOT / "README.md").read_text()
 DIFFS = {  # parent, child: lines removed and added
     ("ppo_ff", "ppo_drift"): 80,
     ("ppo_ff", "ppo_continuous"): 150,
@@ -112,10 +113,19 @@ def test_diff_between_siblings(parent, child):
     output = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
     changed = [line for line in output.splitlines() if line.startswith(("<", ">"))]
     assert 0 < len(changed) <= DIFFS[parent, child], len(changed)
+    assert f"| `{' '.join(command)}` | {len(changed)} |" in README
+
+
+@pytest.mark.parametrize("script", BUDGETS)
+def test_the_readme_states_the_number_of_lines(script):
+    row = next(line for line in README.splitlines() if line.startswith(f"| [`{script}.py`]"))
+    assert row.endswith(f"| {text_of(script).count(chr(10))} |")
 
 
 def test_the_readme_fits_on_a_few_screens():
-    assert len((ROOT / "README.md").read_bytes()) <= 9000
+    assert len(README.encode()) <= 9000
+    lines = run_part("ppo_ff").count("\n")
+    assert f"The {lines} lines from there on run it" in README
 
 
 # ------------------------------------------ shape
