@@ -1,7 +1,7 @@
 """PPO with a choice of drift: what keeps the new policy near the old one.
 
 The surrogate is ratio * advantage - drift (mirror learning: Kuba et al. 2022, arXiv 2201.02373);
-clipping, KL penalties, discovered and simple policy optimization (DPO, SPO) differ in the drift
+clipping, KL penalties, and Discovered and Simple Policy Optimization (DPO, SPO) differ in the drift
 alone. The rest is ppo_ff.py: PPO (Schulman et al. 2017, 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
 one XLA program. Deliberate deviations from the papers or from most implementations:
@@ -452,7 +452,7 @@ def make_train(config: Config) -> tuple:
         error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
-        if config.drift == "adaptive_kl":  # mean KL of the last epoch, before each step
+        if config.drift == "adaptive_kl":  # last epoch's mean KL, before each gradient step
             kl, desired_kl = metrics["policy/kl"], config.adaptive_kl_target
             state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, kl, desired_kl))
         metrics |= episode_stats(rollout)

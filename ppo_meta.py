@@ -2,7 +2,7 @@
 
 Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
 A trial is a fixed number of episodes (or steps) of one task: a ruleset from a benchmark, or else a
-layout of the environment. Some tasks are held out for evaluation. The agent is not told the task:
+seed of the layout. Some tasks are held out for evaluation. The agent is not told the task:
 its memory, cleared only between trials, must carry what earlier episodes taught. To PPO, a trial is
 an episode; the rest is ppo_rnn.py:
 - an inner episode's end, by goal or time limit, is an ordinary step: it bootstraps from the value
@@ -13,7 +13,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_meta.py --num-seeds 3
 
-The first episode of a trial, a guess, returns 0.51 ± 0.02, later ones 0.986 (MemoryS8, 20 layouts).
+On MemoryS8, the first episode returns 0.51 ± 0.02, later ones 0.986 (20 layouts, all in training).
 """
 
 # /// script
@@ -159,8 +159,8 @@ def make_env(config: Config) -> tuple:
     """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
-    env_state, reward, done) and the number of actions. `step` starts episode env_state.episode of
-    a trial or, after the last (done is True), a trial of a new training task.
+    env_state, reward, done) and the number of actions. After an episode, `step` starts the next,
+    number env_state.episode of the trial, or, after the last (done is True), a new training trial.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:

@@ -4,7 +4,7 @@ Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from th
 collected the rollout. Here every minibatch recomputes its advantages under the current policy and
 value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
 et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
-segments without replacement, favoring large advantages, for which weights correct the losses. Also:
+segments without replacement, favoring large advantages, a bias that weighted losses correct. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -391,7 +391,7 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
     All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
     `next_value` the value of the true next observation, and `done` is terminated | truncated. With
     ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target);
-    advantage = target - value holds its own step's ratio, and ppo_loss adds PPO's.
+    advantage = target - value includes its own step's ratio; ppo_loss multiplies by it again.
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
@@ -607,7 +607,7 @@ def make_train(config: Config) -> tuple:
         first = jax.tree.map(lambda x: x[:1], rollout.hidden)  # all that `replay` needs
         rollout = rollout._replace(hidden=first)
         segments = jax.tree.map(lambda x: x.swapaxes(0, 1), rollout)  # [N, T, ...]
-        advantage, target = jax.vmap(vtrace, (None, 0))(state.params, segments)  # ratio 1: GAE
+        advantage, target = jax.vmap(vtrace, (None, 0))(state.params, segments)  # GAE if caps >= 1
         state, metrics = update_epochs(state, (segments, advantage, target))
         # The advantage is target - value, the error of the value.
         error, target = jax.lax.all_gather((advantage, target), "devices")
