@@ -480,6 +480,7 @@ def test_a_finished_run_stays_as_it_is(module, base):
     assert content(base.path) == before
 
 
+@pytest.mark.parametrize("module", ["ppo_ff", "ppo_obs_norm"], indirect=True)
 def test_a_finished_run_can_be_extended(module, base, tmp_path):
     """The updates so far stay; evaluations and time steps grow in proportion."""
     shutil.copytree(base.path, tmp_path / "run")
@@ -494,6 +495,7 @@ def test_a_finished_run_can_be_extended(module, base, tmp_path):
     assert json.loads((tmp_path / "run" / "config.json").read_text())["num_evals"] == 4
 
 
+@pytest.mark.parametrize("module", ["ppo_ff", "ppo_obs_norm"], indirect=True)
 def test_an_extended_run_that_dies_before_its_summary(module, base, tmp_path):
     """The summary of the shorter run must not pass for that of the extended one."""
     shutil.copytree(base.path, tmp_path / "run")
