@@ -74,14 +74,30 @@ def pytest_unconfigure():
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    """A program is found in the cache if all flags are the same; every script adds one."""
+    os.environ["XLA_FLAGS"] = f"{FLAGS} {SCRIPTS_FLAG}"
+
+
 def load_script(name):
-    return importlib.import_module(name)
+    flags = os.environ["XLA_FLAGS"]
+    module = importlib.import_module(name)
+    os.environ["XLA_FLAGS"] = flags
+    return module
+
+
+def for_a_process(**variables):
+    """The environment variables of a process that imports one script."""
+    flags = os.environ["XLA_FLAGS"].removesuffix(f" {SCRIPTS_FLAG}")
+    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", **variables}
 
 
 def with_devices(count):
     """The environment variables of a process with so many emulated devices."""
-    flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={count}"
-    return {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    environment = for_a_process()
+    environment["XLA_FLAGS"] += f" --xla_force_host_platform_device_count={count}"
+    return environment
 
 
 def tiny(module, **changes):

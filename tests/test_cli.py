@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import io
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ import flax.serialization
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, load_script, tiny
+from conftest import ROOT, SCRIPTS, for_a_process, load_script, tiny
 
 FILES = {"config.json", "metrics.csv", "summary.json", "checkpoint.msgpack"}
 COLUMNS = {"update", "seed", "env_steps", "episode/return", "episode/length", "episode/count"}
@@ -38,8 +37,8 @@ def module(request):
     return load_script(request.param)
 
 
-@pytest.fixture(scope="module")
-def compile_once(module):
+@contextlib.contextmanager
+def compiling_once(module):
     """Runs that differ in nothing but their folder or seed share the compiled programs."""
     make_train, made = module.make_train, {}
 
@@ -59,6 +58,12 @@ def compile_once(module):
     make_train_once.original = make_train
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "make_train", make_train_once)
+        yield
+
+
+@pytest.fixture(scope="module")
+def compile_once(module):
+    with compiling_once(module):
         yield
 
 
@@ -415,7 +420,7 @@ def test_tracking_offline_needs_no_account(tmp_path):
     result = subprocess.run(
         [sys.executable, str(ROOT / f"{module.SCRIPT}.py"), *words],
         cwd=tmp_path,
-        env={**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true"},
+        env=for_a_process(WANDB_MODE="offline", WANDB_SILENT="true"),
         capture_output=True,
         text=True,
     )

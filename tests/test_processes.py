@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import numpy as np
-from conftest import ROOT, load_script, tiny, with_devices
+from conftest import ROOT, for_a_process, load_script, tiny, with_devices
 from test_cli import flags, learned, read_checkpoint
-from test_resume import ON_CPU, finish, start_process
+from test_resume import finish, start_process
 
 IMPATIENT = """
 import functools, jax, runpy, sys
@@ -33,7 +33,7 @@ def start_two(script, words, run_dirs):
     for index, run_dir in enumerate(run_dirs):
         slurm = {"SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
         slurm |= {"SLURM_PROCID": str(index), "SLURM_LOCALID": str(index)}
-        env = {**ON_CPU, **slurm, "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+        env = for_a_process(**slurm, JAX_COORDINATOR_ADDRESS=f"localhost:{port}")
         command = [sys.executable, "-W", "ignore", "-c", IMPATIENT, str(ROOT / f"{script}.py")]
         command += [*map(str, words), "--distributed", "--run-dir", str(run_dir)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": env}

@@ -1,6 +1,5 @@
 """Runs that are killed, as processes of their own, that diverge, or that find the disk full."""
 
-import os
 import random
 import resource
 import signal
@@ -12,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, load_script, tiny
-from test_cli import content, flags, learned, read_checkpoint, read_rows, run
+from conftest import ROOT, SCRIPTS, for_a_process, load_script, tiny
+from test_cli import compiling_once, content, flags, learned, read_checkpoint, read_rows, run
 
-ON_CPU = {**os.environ, "JAX_PLATFORMS": "cpu"}
 CALLS = {"ppo_ff": 150}  # updates, one a call; 150 is enough for three kills, 50 for one
 SIBLINGS = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
@@ -34,9 +32,10 @@ def config_of(script):
     return module.Config(**{k: v for k, v in sizes.items() if k in vars(module.Config())})
 
 
-def start_process(script, words, env=ON_CPU):
+def start_process(script, words, env=None):
     command = [sys.executable, "-W", "ignore", str(ROOT / f"{script}.py"), *map(str, words)]
-    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, env=env or for_a_process(), **pipes)
 
 
 def finish(process, timeout=240):
@@ -50,8 +49,14 @@ def rows_written(run_dir):
 
 
 # ----------------------------------------- killed
+@pytest.fixture
+def compile_once(script):
+    with compiling_once(load_script(script)):
+        yield
+
+
 @pytest.mark.parametrize("script", [*SCRIPTS, *SIBLINGS])
-def test_a_killed_run_ends_in_the_same_bits(script, tmp_path):
+def test_a_killed_run_ends_in_the_same_bits(script, compile_once, tmp_path):
     """At random moments, against an undisturbed run; benchmarks/storm.py kills more often."""
     signals = [signal.SIGKILL]
     if script == "ppo_ff":  # the run part is the same in every script

@@ -32,8 +32,8 @@ def benchmark(tmp_path, monkeypatch):
 
 
 def xland(**options):
-    options = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": "trivial-21k", **options}
-    return tiny(ppo_rnn, **options)
+    defaults = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": "trivial-21k", "env_params": ""}
+    return tiny(ppo_rnn, **defaults | options)
 
 
 def goals_seen(config, num_envs=64):
