@@ -38,9 +38,9 @@ def module(request):
 
 
 @contextlib.contextmanager
-def compiling_once(module):
-    """Runs that differ in nothing but their folder or seed share the compiled programs."""
-    make_train, made = module.make_train, {}
+def compiling_once(module, made=None):
+    """Runs that differ in nothing but their folder or seed share the compiled programs `made`."""
+    make_train, made = module.make_train, {} if made is None else made
 
     def make_train_once(config):
         key = dataclasses.replace(config, run_dir="", seed=0, track=False, init_from="")

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import load_script, tiny
-from test_cli import flags, learned, run
+from test_cli import compiling_once, flags, learned, run
 
 module = load_script("ppo_drift")
 DRIFTS = module.Config.__dataclass_fields__["drift"].type.__args__
@@ -138,6 +138,7 @@ def test_the_adaptive_coefficient_follows_the_kl_of_each_update():
     assert coef[0] == 1 and len(set(coef)) > 2
 
 
+@compiling_once(module)
 def test_an_interrupted_run_keeps_its_coefficient(tmp_path):
     words = flags(tiny(module, drift="adaptive_kl", num_evals=4, adaptive_kl_target=1e-3))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "whole")

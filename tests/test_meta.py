@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xminigrid
 from conftest import ROOT, load_script, tiny
-from test_cli import flags, learned, run
+from test_cli import compiling_once, flags, learned, run
 
 import enjoy
 import plot
@@ -21,6 +21,7 @@ import make_rulesets  # noqa: E402
 module = load_script("ppo_meta")
 KEYS = jax.random.split(jax.random.key(0), jax.local_device_count())
 SHORT = {"env_params": '{"max_steps": 5}', "trial_episodes": 3}
+PROGRAMS = {}
 WORDS = flags(tiny(module, **SHORT, trial_steps=7, num_seeds=2, num_evals=4))
 
 
@@ -272,11 +273,13 @@ def test_a_bandit_is_solved_from_the_second_episode_on(monkeypatch):
 @pytest.fixture(scope="module")
 def meta_run(tmp_path_factory):
     path = tmp_path_factory.mktemp("meta") / "run"
-    code, _, err = run(module, *WORDS, "--run-dir", path)
+    with compiling_once(module, PROGRAMS):
+        code, _, err = run(module, *WORDS, "--run-dir", path)
     assert code == 0, err
     return path
 
 
+@compiling_once(module, PROGRAMS)
 def test_an_interrupted_run_continues_to_the_same_bits(meta_run, tmp_path):
     write_rows, calls = module.write_rows, []
 

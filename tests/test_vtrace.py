@@ -11,7 +11,7 @@ import rlax
 from conftest import load_script, tiny
 from flax import nnx
 from scipy import stats
-from test_cli import flags, learned, run
+from test_cli import compiling_once, flags, learned, run
 
 module = load_script("ppo_vtrace")
 ppo_ff = load_script("ppo_ff")
@@ -274,6 +274,7 @@ def test_values_of_the_probe_tasks():
     np.testing.assert_allclose(values(*[tasks.endless] * 3), [1 / (1 - GAMMA)] * 3, rtol=0.1)
 
 
+@compiling_once(module)
 def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     words = flags(tiny(module, cell="lstm", num_seeds=2, num_evals=4))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "whole")
