@@ -2,7 +2,7 @@
 
 Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
 A trial is a fixed number of episodes (or steps) of one task: a ruleset from a benchmark, or else a
-seed of the layout. Some tasks are held out for evaluation. The agent is not told the task:
+layout seed. Some tasks are held out for evaluation. The agent is not told the task:
 its memory, cleared only between trials, must carry what earlier episodes taught. To PPO, a trial is
 an episode; the rest is ppo_rnn.py:
 - an inner episode's end, by goal or time limit, is an ordinary step: it bootstraps from the value
@@ -191,7 +191,7 @@ def make_env(config: Config) -> tuple:
 
     def step(key, env_state, action):
         task_key, reset_key = jax.random.split(key)
-        timestep = env.step(params, env_state.timestep, action)  # under the rules of the timestep
+        timestep = env.step(params, env_state.timestep, action)  # uses the timestep's ruleset
         reward, ended = timestep.reward, timestep.last()
         episode, trial_step = env_state.episode + ended, env_state.step + 1
         done = episode == config.trial_episodes

@@ -518,7 +518,10 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
 @matplotlib.rc_context(STYLE)
 def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     """A panel per environment against steps, and below it, where measured, against seconds."""
-    timed = any(row.name in rates for curves in panels.values() for row, _ in curves)
+    rows = [row for curves in panels.values() for row, _ in curves]
+    systems = dict.fromkeys(row.system for row in rows)
+    colors = dict(zip(systems, COLORS, strict=False))  # the same in all panels
+    timed = any(row.name in rates for row in rows)
     width = min(4, len(panels))
     blocks = -(-len(panels) // width)
     height = blocks * (6.0 if timed else 3.2)
@@ -530,8 +533,8 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     for (title, curves), column in zip(panels.items(), grid, strict=False):
         if timed:
             column[1].sharey(column[0])
-        for number, (row, curve) in enumerate(curves):
-            color = COLORS[number % len(COLORS)]
+        for row, curve in curves:
+            color = colors[row.system]
             band = bootstrap(curve.values)
             style = {"color": color, "linestyle": "--" if row.kind in PEERS else "-"}
             for axes, scale in zip(column, (1.0, rates.get(row.name)), strict=False):

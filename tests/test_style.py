@@ -17,12 +17,12 @@ SCRIPTS = (*PPO, "ppo_vtrace", "ippo", "disco")  # with a run part
 ALL = (*SCRIPTS, "disco_meta")
 BUDGETS = {  # characters and lines, everything included
     "ppo_ff": (27_000, 580),
-    "ppo_drift": (33_000, 700),
+    "ppo_drift": (31_000, 660),
     "ppo_continuous": (30_000, 640),
     "ppo_obs_norm": (33_000, 700),
     "ppo_rnn": (33_000, 710),
     "ppo_meta": (39_000, 800),
-    "ppo_vtrace": (39_000, 820),
+    "ppo_vtrace": (38_000, 800),
     "ippo": (37_000, 800),
     "disco": (46_000, 980),
     "disco_meta": (22_000, 460),
