@@ -13,9 +13,9 @@ has learned too; q predicts returns. One update:
 
 Values and targets match the original's to 1e-9 in float64 (tests/test_disco.py). As there, a time
 limit counts as a termination, and the step after an episode's end has no loss. Deviation: num_envs,
-replay_size and replay_batch are totals over the devices. `--rule` offers two baselines.
+replay_size and replay_batch are totals over devices. `--rule` offers two baselines.
 
-Shapes: L steps, T = L - 1 transitions, A actions, D devices, S seeds; N, B, C are per device.
+Shapes: L steps, T = L - 1 with a successor, A actions, D devices, S seeds; N, B, C are per device.
 
     python disco.py
 
@@ -88,15 +88,15 @@ class Config:
     hidden_size: int = 512  # width of the first layer
     feature_size: int = 512  # width of the second layer, which all outputs read
     model_size: int = 128  # width of the LSTM that models the effect of an action
-    branch_size: int = 128  # width of the layers between that LSTM and the outputs
-    lr: float | None = None  # Adam learning rate; None: 1e-2, or 5e-4 and 1e-3 for the baselines
+    branch_size: int = 128  # width of the layers between LSTM and outputs
+    lr: float | None = None  # Adam learning rate; None: 1e-2 (baselines: 5e-4, 1e-3)
     max_update: float = 1.0  # clipping range of each entry of Adam's step
     gamma: float = 0.997  # discount factor
     trace_lambda: float = 0.95  # trace decay of Retrace and of actor_critic's V-trace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages
     target_decay: float = 0.9  # decay of the target network
-    ent_coef: float | None = None  # entropy bonus coefficient; None: 0, or 0.2 and 0.01
-    vf_coef: float | None = None  # value loss coefficient; None: 0.2, or 0.5 and 0
+    ent_coef: float | None = None  # entropy bonus coefficient; None: 0 (baselines: 0.2, 0.01)
+    vf_coef: float | None = None  # value loss coefficient; None: 0.2 (baselines: 0.5, 0)
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -501,7 +501,7 @@ def mix_actions(linear: Linear, x):
 def make_features(embeddings: Embeddings, online, target, batch, values: Values, moments: Moments):
     """Inputs of the meta-network: step_features [T, B, 27], embedded actions [T, B, A, 2].
 
-    Only the agent's y and z pass meta-gradients. The released weights fix the order of features.
+    Only the agent's y and z carry meta-gradients. The released weights fix the order of features.
     """
     action = batch.action[:-1]
     policy = jax.lax.stop_gradient(nn.softmax(online.logits))  # [T + 1, B, A]
@@ -608,7 +608,7 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     returns, target = vtrace_advantage(*steps, jnp.zeros(batch.reward.shape), ratio, 1.0)
     meta = meta._replace(advantage=meta.advantage.update(returns, config.ema_decay))
     mean, std = meta.advantage.mean_and_std()
-    # `returns` has the ratio already, so its mean needs it too.
+    # `returns` are weighted by the ratio, so the mean must be too.
     return (returns - ratio * mean) / std, target, meta
 
 
@@ -693,7 +693,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     updates, opt_state = optimizer.update(grads, state.opt_state)
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
-    step_size = 1 - config.target_decay  # towards old params
+    step_size = 1 - config.target_decay  # toward pre-update params
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -738,8 +738,8 @@ def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerStat
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
+    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
     unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     config = resolve(config)
@@ -754,7 +754,7 @@ def make_train(config: Config) -> tuple:
         least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
         least += -least % (config.num_evals * config.batch_size)
         options = f"num_steps >= 2, replay_size and total_timesteps (>= {least})"
-        raise ConfigError(f"too few trajectories ({trajectories}): check {options}")
+        raise ConfigError(f"too few trajectories ({trajectories}) or steps: check {options}")
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None
@@ -883,7 +883,7 @@ def restore(state, config: Config, run_dir: Path):
 
 
 def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S], starting at update `first`."""
+    """Write metrics [updates, S] from update `first`."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
     del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
@@ -901,7 +901,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start JAX
+        clear_backends()  # imports started JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -916,7 +916,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else on first call
+    if jax.process_count() == 1:  # else first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

@@ -1,4 +1,4 @@
-"""Meta-training of an update rule for reinforcement learning: how Disco103 was discovered.
+"""Meta-training of an update rule for reinforcement learning: the method behind Disco103.
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
 population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
@@ -15,7 +15,7 @@ earned it (the notebook's is one step off); an agent is replaced by a new one af
 steps (`--lifetime None`: never, as in the notebook). `disco.py --weights FILE` reads the
 weights.npz of the run folder.
 
-Shapes: L steps of any rollout, T = L - 1 transitions, K inner updates, P agents, D devices; N
+Shapes: L steps of any rollout, T = L - 1 with a successor, K inner updates, P agents, D devices; N
 environments are per agent and device.
 
     python disco_meta.py --seed 1
@@ -209,7 +209,7 @@ def regularizer(targets: disco.MetaTargets, target_logits):
 
 
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
-    """Moves the squashed value by the V-trace error over its standard deviation."""
+    """One step of the squashed value toward itself plus the normalized V-trace error."""
     output, advantage = critic_advantage(agent.critic, logits, batch, config)
     moments = agent.moments.update(advantage, config.ema_decay)
     _, std = moments.mean_and_std()
@@ -250,7 +250,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = unroll(network, agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # As in the notebook, the mean has no ratio, and the moments updated here are not stored.
+    # As in the notebook, no ratio weights the mean, and the moments updated here are not stored.
     mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()

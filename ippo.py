@@ -12,7 +12,7 @@ one XLA program. Deliberate deviations from the papers or from most implementati
 - advantages are normalized per minibatch, across all devices;
 - actor and critic have separate optimizers and epochs; `--target-kl` stops the actor alone;
 - an agent that is done early, except in SMAX, gets no gradient until the next episode.
-`eval/return` sums over agents: with a shared reward, K times its return. Observations are flattened
+`eval/return` is the sum over agents: K times a shared return. Observations are flattened
 and padded to one size.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
@@ -85,10 +85,10 @@ class Config:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip value changes to the same range
+    clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # stop the actor after an epoch whose approximate KL is higher
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -125,10 +125,10 @@ class Config:
 class Rings:
     """Three agents, each on its own ring: the built-in environment, with JaxMARL's methods.
 
-    Agent k sees the distance to its goal on a ring of 3 + k cells, one-hot. Action a is a step of
-    (a + k) % 3 - 1 cells: what is right for one agent is wrong for the others. Arriving pays 1 and
-    ends that agent's episode; other steps cost 0.2; the time limit is 8 steps. From d cells away
-    the best return is 1.2 - 0.2 d; the team's mean is 1 + 14 / 15 + 0.9 = 2.833.
+    Agent k sees, one-hot, how far ahead its goal is on a ring of 3 + k cells. Action a is a step of
+    (a + k) % 3 - 1 cells ahead, so that no action moves two agents alike. Arriving pays 1 and ends
+    that agent's episode; other steps cost 0.2; the time limit is 8 steps. From d cells away, by the
+    shorter way, the best return is 1.2 - 0.2 d; its means add up to 1 + 14 / 15 + 0.9 = 2.833.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
@@ -414,8 +414,8 @@ def shuffle(key, size: int) -> jax.Array:
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
+    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
     unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
@@ -532,7 +532,8 @@ def make_train(config: Config) -> tuple:
         carry = (state._replace(key=keys[0]), jnp.bool(False))
         (state, _), (metrics, frozen) = jax.lax.scan(update_epoch, carry, (epochs, keys[1:]))
         count = {name: jnp.sum(~x) for name, x in frozen.items()}
-        last = lambda name: count["actor" if "policy" in name else "critic"] - 1
+        most = jnp.maximum(*count.values())
+        last = lambda name: (count["actor"] if "policy" in name else most) - 1  # that counted
         metrics = {name: x[last(name)] for name, x in metrics.items()}
         return state, metrics | {f"{name}/epochs": jnp.float32(x) for name, x in count.items()}
 
@@ -648,7 +649,7 @@ def restore(state, config: Config, run_dir: Path):
 
 
 def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S], starting at update `first`."""
+    """Write metrics [updates, S] from update `first`."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
     del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
@@ -666,7 +667,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start JAX
+        clear_backends()  # imports started JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -681,7 +682,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else on first call
+    if jax.process_count() == 1:  # else first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

@@ -84,7 +84,7 @@ class Config:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip value changes to the same range
+    clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
@@ -402,8 +402,8 @@ def shuffle(key, size: int) -> jax.Array:
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
+    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
     unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
@@ -609,7 +609,7 @@ def restore(state, config: Config, run_dir: Path):
 
 
 def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S], starting at update `first`."""
+    """Write metrics [updates, S] from update `first`."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
     del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
@@ -627,7 +627,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start JAX
+        clear_backends()  # imports started JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -642,7 +642,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else on first call
+    if jax.process_count() == 1:  # else first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

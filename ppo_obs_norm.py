@@ -75,7 +75,7 @@ class Config:
     gamma: float = 0.97  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip value changes to the same range
+    clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
@@ -328,8 +328,8 @@ def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
 def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition, Moments]:
     """Divide rewards [T, N] by the standard deviation of their rolling discounted sums.
 
-    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize: after
-    many zeros, a first reward of 1 could reach hundreds.
+    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize:
+    otherwise a first reward of 1 after many zeros could reach hundreds.
     """
     return_stats = update_moments(return_stats, rollout.episode[..., 2].reshape(-1))
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
@@ -397,8 +397,8 @@ def shuffle(key, size: int) -> jax.Array:
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
+    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
     unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
@@ -596,7 +596,7 @@ def restore(state, config: Config, run_dir: Path):
 
 
 def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S], starting at update `first`."""
+    """Write metrics [updates, S] from update `first`."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
     del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
@@ -614,7 +614,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start JAX
+        clear_backends()  # imports started JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -629,7 +629,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else on first call
+    if jax.process_count() == 1:  # else first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

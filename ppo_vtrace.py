@@ -4,7 +4,7 @@ Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from th
 collected the rollout. Here every minibatch recomputes its advantages under the current policy and
 value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
 et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
-segments without replacement, favoring large advantages, a bias that weighted losses correct. Also:
+segments without replacement, favoring large advantages, a bias that weighted losses reduce. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -74,7 +74,7 @@ class Config:
     c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
     draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
     priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
-    priority_beta: float = 0.4  # initial exponent of the importance weight, annealed to 1
+    priority_beta: float = 0.4  # initial exponent of the draw's importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
@@ -85,7 +85,7 @@ class Config:
     gamma: float = 0.97  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip value changes to the same range
+    clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
@@ -376,8 +376,8 @@ def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
 def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition, Moments]:
     """Divide rewards [T, N] by the standard deviation of their rolling discounted sums.
 
-    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize: after
-    many zeros, a first reward of 1 could reach hundreds.
+    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize:
+    otherwise a first reward of 1 after many zeros could reach hundreds.
     """
     return_stats = update_moments(return_stats, rollout.episode[..., 2].reshape(-1))
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
@@ -456,8 +456,8 @@ def draw_segments(key, priority, count: int) -> tuple[jax.Array, jax.Array]:
 def make_train(config: Config) -> tuple:
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` makes
-    `updates_per_eval` updates of all seeds and evaluates them. Metrics [D, updates, S] are NaN if
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
+    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
     unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
@@ -586,7 +586,7 @@ def make_train(config: Config) -> tuple:
             weight = probability**-beta
             drawn = (*jax.tree.map(lambda x: x[rows], samples), weight / weight.mean())
             split = lambda x: x.reshape(config.num_minibatches, -1, *x.shape[1:])
-            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...] as drawn
+            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...] in draw order
             updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
             metrics = jax.tree.map(jnp.mean, metrics)
             state = optax.tree.where(stop, state, updated)
@@ -690,7 +690,7 @@ def restore(state, config: Config, run_dir: Path):
 
 
 def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S], starting at update `first`."""
+    """Write metrics [updates, S] from update `first`."""
     header = ",".join(["update", "seed", "env_steps", *metrics])
     lines = path.read_text().splitlines() if path.exists() else [header]
     del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
@@ -708,7 +708,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 def main(config: Config) -> dict:
     """Train, or continue the run in `run_dir`. Returns its summary."""
     if config.distributed:
-        clear_backends()  # imports start JAX
+        clear_backends()  # imports started JAX
         jax.distributed.initialize()
     is_first = jax.process_index() == 0
     start = time.perf_counter()
@@ -723,7 +723,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else on first call
+    if jax.process_count() == 1:  # else first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

@@ -818,7 +818,7 @@ def test_random_weights_are_truncated_and_scaled():
         ({"env_id": "Pendulum-v1"}, "continuous"),
         ({"env_params": '{"speed": 1}'}, "max_steps_in_episode"),
         ({"num_steps": 1}, "num_steps"),
-        ({"total_timesteps": 31}, r"too few trajectories \(2\)"),
+        ({"total_timesteps": 31}, r"too few trajectories \(2\) or steps"),
         ({"total_timesteps": 15}, ">= 32"),
         ({"replay_size": 3}, "replay_size"),
         ({"num_envs": 8}, "replay_size"),

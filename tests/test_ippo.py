@@ -695,6 +695,22 @@ def test_metrics_are_those_of_the_last_epoch_that_counts(toy, no_evaluation):
     assert longer["loss/value"] < alone["loss/value"]
 
 
+def test_an_actor_that_diverges_after_the_critic_has_finished_shows(
+    toy, no_evaluation, monkeypatch
+):
+    """The loss is NaN once the policy has changed: from the second epoch on."""
+    loss = ippo.ppo_loss
+
+    def poisoned(*args):
+        total, metrics = loss(*args)
+        return total * jnp.where(metrics["policy/approx_kl"] > 1e-7, jnp.nan, 1.0), metrics
+
+    monkeypatch.setattr(ippo, "ppo_loss", poisoned)
+    _, after, metrics = train(small(**ONE_STEP, actor_epochs=3, critic_epochs=1))
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(parts_of(after)["critic"]))
+    assert np.isnan(metrics["optim/grad_norm"])
+
+
 def test_target_kl_stops_every_network_by_itself(use, no_evaluation):
     use(Toy(3, scale={"agent_0": 0.0}))
     rates = {"actor_lr": 0.02, "ent_coef": 0.0, "actor_epochs": 6, "target_kl": 0.016}
