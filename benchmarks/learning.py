@@ -438,6 +438,14 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
 
 
 # --------------------------------------------- report
+class Rate(NamedTuple):
+    """Steps/s of the timed calls."""
+
+    median: float
+    low: float
+    high: float
+
+
 class Curve(NamedTuple):
     """One metric of S seeds at K points."""
 
@@ -498,7 +506,7 @@ def three_digits(x: float) -> str:
     return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def table_row(row: Row, curve: Curve, rate: float | None) -> str:
+def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
     final = final_returns(curve)
     low, high = bootstrap(final[None])[:, 0]
     steps = steps_to(curve, row.task.threshold)
@@ -509,8 +517,8 @@ def table_row(row: Row, curve: Curve, rate: float | None) -> str:
         f"{final.mean():.4g} ± {three_digits(final.std())}",
         str(len(final)),
         f"≥ {row.task.threshold:g}: {interval(steps)}",
-        interval(steps / rate, " s") if rate else "",
-        short(rate) if rate else "",
+        interval(steps / rate.median, " s") if rate else "",
+        f"{short(rate.median)} [{short(rate.low)}, {short(rate.high)}]" if rate else "",
     ]
     return "| " + " | ".join(cells) + " |"
 
@@ -537,7 +545,8 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
             color = colors[row.system]
             band = bootstrap(curve.values)
             style = {"color": color, "linestyle": "--" if row.kind in PEERS else "-"}
-            for axes, scale in zip(column, (1.0, rates.get(row.name)), strict=False):
+            scales = (1.0, rates[row.name].median if row.name in rates else None)
+            for axes, scale in zip(column, scales, strict=False):
                 if scale:
                     x = curve.steps / scale
                     axes.plot(x, iqm(curve.values), label=row.system, **style)
@@ -568,7 +577,7 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
 - **steps, seconds to** a threshold: median over seeds and its 95 % bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
   evaluation and compilation, measured with the systems of an environment taking turns on an idle
-  machine. An interval of zero width is omitted.
+  machine: median of the timed calls [slowest, fastest]. An interval of zero width is omitted.
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
   rate or number of environments that was changed is in the name.
@@ -605,7 +614,7 @@ def file_name(section: str) -> str:
     return re.sub(r"\W+", "_", section.lower())
 
 
-def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, float]]:
+def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, Rate]]:
     """{section: rows and curves} of the CSVs that exist, and steps/s by name."""
     curves = {}
     for section, tasks in SECTIONS.items():
@@ -615,7 +624,9 @@ def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, float]
         curves[section] = [(row, read_curve(path)) for row, path in found]
     path = RESULTS / "clock.csv"
     lines = path.read_text().splitlines() if path.exists() else []
-    return curves, {x["name"]: float(x["steps_per_second"]) for x in csv.DictReader(lines)}
+    measured = ("steps_per_second", "min", "max")
+    rates = {x["name"]: Rate(*(float(x[k]) for k in measured)) for x in csv.DictReader(lines)}
+    return curves, rates
 
 
 def report() -> str:
