@@ -99,8 +99,7 @@ def minigrid(name: str, threshold: float, options: str = "", xland: bool = False
 def memory(env_id: str, threshold: float) -> Task:
     systems = {
         "ppo_rnn": f"--env-id {env_id} --total-timesteps 5e6",
-        "ppo_rnn memory preset": f"--env-id {env_id} --total-timesteps 1e7"
-        " --update-epochs 4 --lr 3e-3 --gamma 0.999",  # docs/ppo_rnn.md
+        "ppo_rnn memory preset": f"--env-id {env_id} --total-timesteps 1e7 {MEMORY}",
     }
     return Task(env_id, threshold, 5, systems)
 
@@ -143,6 +142,10 @@ def off_policy(options: str) -> dict[str, str]:
     return {"ppo_vtrace all segments": options, "ppo_vtrace all segments GAE once": once}
 
 
+MEMORY = (  # docs/ppo_rnn.md
+    "--num-steps 32 --update-epochs 2 --lr 3e-3 --gamma 0.999 --gae-lambda 1"
+    " --embedding-size 16 --conv-size 32"
+)
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 PLACES = (
     "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/places.bz2"

@@ -114,17 +114,24 @@ def mean_returns(returns, ended, batch):
     return batch * np.arange(1, mean.shape[1] + 1), mean.T
 
 
-def purejaxrl_clock(path, words, calls=3, seconds_per_call=4.0):
-    config = {**PUREJAXRL, **parse(words)}
-    batch = config["NUM_ENVS"] * config["NUM_STEPS"]
-    make_train = purejaxrl_module(path).make_train
-    updates, timed = 10, []
+def clock(program, batch, least=10, calls=3, seconds_per_call=4.0):
+    """Times calls of about so many seconds. program(steps) -> seconds to compile, call."""
+    updates = least
     for _ in range(2):
-        train = make_train({**config, "TOTAL_TIMESTEPS": updates * batch})
-        seconds, call = compiled(train, jax.random.PRNGKey(0))
+        steps = updates * batch
+        seconds, call = program(steps)
         timed = timed_calls(call, calls)
-        steps, updates = updates * batch, max(10, int(updates * seconds_per_call / min(timed)))
+        updates = max(least, int(updates * seconds_per_call / min(timed)))
     return seconds, steps, timed
+
+
+def purejaxrl_clock(path, words):
+    config = {**PUREJAXRL, **parse(words)}
+    make_train = purejaxrl_module(path).make_train
+    program = lambda steps: compiled(
+        make_train({**config, "TOTAL_TIMESTEPS": steps}), jax.random.PRNGKey(0)
+    )
+    return clock(program, config["NUM_ENVS"] * config["NUM_STEPS"])
 
 
 def purejaxrl(path, script, options, steps_per_call, calls):
@@ -196,18 +203,16 @@ def rejax_curve(path, options, seeds):
     return steps_per_evaluation * np.arange(1, returns.shape[1]), returns[:, 1:].T
 
 
-def rejax_clock(path, words, calls=3, seconds_per_call=4.0):
+def rejax_clock(path, words):
     agent = rejax_agent(path, parse(words)).replace(
         eval_callback=lambda *_: (), skip_initial_evaluation=True
     )
-    batch = agent.num_envs * agent.num_steps
-    updates = 10
-    for _ in range(2):
-        sized = agent.replace(total_timesteps=updates * batch, eval_freq=updates * batch)
-        seconds, call = compiled(lambda key, agent=sized: agent.train(key), jax.random.PRNGKey(0))
-        timed = timed_calls(call, calls)
-        steps, updates = updates * batch, max(10, int(updates * seconds_per_call / min(timed)))
-    return seconds, steps, timed
+
+    def program(steps):
+        sized = agent.replace(total_timesteps=steps, eval_freq=steps)
+        return compiled(lambda key: sized.train(key), jax.random.PRNGKey(0))
+
+    return clock(program, agent.num_envs * agent.num_steps)
 
 
 def rejax(path, script, options, steps_per_call, calls):
@@ -444,6 +449,14 @@ def jaxmarl_curve(path, options, seeds):
     return steps[1:], returns[1:]
 
 
+def jaxmarl_clock(path, words):
+    options = parse(words)
+    train = lambda steps: jaxmarl_trainer(path, {**options, "TOTAL_TIMESTEPS": steps})[0]
+    config = jaxmarl_trainer(path, options)[1]
+    program = lambda steps: compiled(train(steps), jax.random.PRNGKey(0))
+    return clock(program, config["NUM_ENVS"] * config["NUM_STEPS"])
+
+
 def jaxmarl(path, script, options, steps_per_call, calls):
     sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
     batch = options["num_envs"] * options["num_steps"]
@@ -491,6 +504,15 @@ def xland_curve(path, options, seeds):
         returns.append(np.asarray(call()["loss_info"]["eval/returns"][0]))  # [U] of one device
     batch = config.num_envs * config.num_steps
     return batch * np.arange(1, len(returns[0]) + 1), np.stack(returns, axis=1)
+
+
+def xland_clock(path, words):
+    """Without evaluation."""
+    module, options = xland_module(path), parse(words)
+    module.rollout = lambda *_: Evaluation(jax.numpy.zeros(()), jax.numpy.zeros(()))
+    config = lambda steps: module.TrainConfig(**{**options, "total_timesteps": steps})
+    program = lambda steps: xland_program(module, config(steps))
+    return clock(program, options["num_envs"] * options["num_steps"], least=1)
 
 
 def xland(path, script, options, steps_per_call, calls):
