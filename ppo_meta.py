@@ -3,8 +3,8 @@
 Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
 A trial is a fixed number of episodes (or steps) of one task: a ruleset from a benchmark, or else a
 layout seed. Some tasks are held out for evaluation. The agent is not told the task:
-its memory, cleared only between trials, must carry what earlier episodes taught. To PPO, a trial is
-an episode; the rest is ppo_rnn.py:
+its memory, cleared only between trials, must carry what earlier episodes taught. The rest is
+ppo_rnn.py, but to PPO a trial is an episode:
 - an inner episode's end, by goal or time limit, is an ordinary step: it bootstraps from the value
   of the next episode's first observation, so credit flows across episodes;
 - the end of the trial is a termination: nothing bootstraps from the next trial.
@@ -13,7 +13,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_meta.py --num-seeds 3
 
-On MemoryS8, the first episode returns 0.51 ± 0.02, later ones 0.986 (20 layouts, all in training).
+MemoryS8: return 0.51 ± 0.02 in the first episode, then 0.986 (20 layouts; test tasks repeat them).
 """
 
 # /// script
@@ -159,8 +159,8 @@ def make_env(config: Config) -> tuple:
     """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
-    env_state, reward, done) and the number of actions. After an episode, `step` starts the next,
-    number env_state.episode of the trial, or, after the last (done is True), a new training trial.
+    env_state, reward, done) and the number of actions. `step` starts the next episode of the trial
+    (its number is env_state.episode) when one ends, and a new training trial when done is True.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -562,7 +562,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically, in the first process."""
+    """Write atomically, in process 0."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -642,7 +642,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else first call compiles
+    if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

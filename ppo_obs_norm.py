@@ -549,7 +549,7 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically, in the first process."""
+    """Write atomically, in process 0."""
     if jax.process_index() == 0:
         temporary = path.with_suffix(".tmp")
         temporary.write_bytes(content)
@@ -629,7 +629,7 @@ def main(config: Config) -> dict:
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
-    if jax.process_count() == 1:  # else first call compiles
+    if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0
