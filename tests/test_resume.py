@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, SCRIPTS, for_a_process, load_script, tiny
 from test_cli import compiling_once, content, flags, learned, read_checkpoint, read_rows, run
 
-CALLS = {"ppo_ff": 400}  # updates, one a call, of 7 ms: no pause of this process outlasts the run
+CALLS = {"ppo_ff": 150}  # updates, one a call; 150 is enough for three kills, 50 for one
 SIBLINGS = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
     "disco": {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2},
@@ -23,7 +23,7 @@ SIBLINGS = {
 
 def config_of(script):
     """A run of many calls, each of which takes milliseconds."""
-    module, calls = load_script(script), CALLS.get(script, 100)
+    module, calls = load_script(script), CALLS.get(script, 50)
     length = {"total_timesteps": 16 * calls, "num_evals": calls}
     if script in SCRIPTS:
         return tiny(module, **length)
@@ -35,6 +35,8 @@ def config_of(script):
 def start_process(script, words, env=None):
     command = [sys.executable, "-W", "ignore", str(ROOT / f"{script}.py"), *map(str, words)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    # A shell's background job ignores it, and so would the process.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     return subprocess.Popen(command, env=env or for_a_process(), **pipes)
 
 
