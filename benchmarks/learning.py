@@ -556,7 +556,6 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
                     axes.fill_between(x, *band, color=color, **BAND)
         column[0].set(title=title, xlabel="environment steps", xlim=(0, None))
         column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        column[0].legend(fontsize=8)
         column[-1].set(xlim=(0, None))
         if timed:
             column[1].set(xlabel="training seconds of one seed")
@@ -565,6 +564,10 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
             axes.axhline(row.task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
     for axes in grid[::width].flat:
         axes.set_ylabel("return")
+    lines = [line for axes in figure.axes for line in axes.get_lines()]
+    handles = {line.get_label(): line for line in lines if line.get_label() in colors}
+    handles = [handles[system] for system in systems]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2 * width)
     figure.savefig(path)
 
 
