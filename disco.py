@@ -740,7 +740,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
     `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     config = resolve(config)
     num_devices = jax.device_count()
@@ -768,7 +768,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

@@ -79,7 +79,7 @@ class Config:
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     reset_memory: bool = False  # clear memory after every episode, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
-    lr: float = 1e-3  # Adam learning rate
+    lr: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
@@ -87,6 +87,7 @@ class Config:
     clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
+    min_advantage_std: float = 0.05  # divide advantages by at least this
     max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
@@ -149,7 +150,7 @@ def load_tasks(config: Config, env, params) -> tuple:
         from_file = xminigrid.benchmarks.load_benchmark_from_path
         load = from_file if Path(config.benchmark_id).is_file() else xminigrid.load_benchmark
         benchmark = load(config.benchmark_id)
-    except Exception as error:  # whatever a corrupt file raises
+    except Exception as error:  # e.g. of a corrupt file
         raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     params_of = lambda task: params.replace(ruleset=benchmark.get_ruleset(task))
     return lambda key, task: env.reset(params_of(task), key), benchmark.num_rulesets()
@@ -216,16 +217,14 @@ def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
 class GRU(nn.Module):
     """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), nn.GRUCell but for its init."""
 
-    hidden_size: int
     dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, F], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
-        size = self.hidden_size
-        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, 3 H], all steps in one product
-        kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size))
-        bias = self.param("bias", nn.initializers.zeros, (size,))
+        inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)  # [T, 3 H], of all steps
+        kernel = self.param("kernel", nn.initializers.orthogonal(), (hidden.size, 3 * hidden.size))
+        bias = self.param("bias", nn.initializers.zeros, hidden.shape)
         kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
 
         def step(hidden, x):
@@ -268,7 +267,7 @@ class ActorCritic(nn.Module):
         features = [x.reshape(len(x), -1), direction, prev_action, obs.prev_reward[:, None]]
         x = jnp.concatenate([*features, obs.new_episode[:, None]], axis=-1)  # [T, F]
         reset |= (obs.new_episode & config.reset_memory) | (not config.memory)
-        hidden = GRU(config.hidden_size, dtype)(x, hidden, reset)  # [T, H]
+        hidden = GRU(dtype)(x, hidden, reset)  # [T, H]
         actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)
@@ -404,7 +403,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
     `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -466,7 +465,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).trial[3:]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         num_trials = -(-config.eval_episodes // (config.trial_episodes * num_devices))
         keys = jax.random.split(eval_key, num_trials)
@@ -487,7 +486,7 @@ def make_train(config: Config) -> tuple:
         batch, advantage, target = minibatch  # [B, ...]
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
-        advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
+        advantage /= jnp.maximum(jnp.sqrt(pmean((advantage**2).mean())), config.min_advantage_std)
         loss_grad = jax.grad(ppo_loss, has_aux=True)
         grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
         grads, metrics = pmean((grads, metrics))

@@ -123,8 +123,9 @@ def make_env(config: Config) -> tuple:
     """
     if config.env_id.startswith("brax/"):
         return make_brax_env(config)
-    if config.env_id not in gymnax.registered_envs:
-        nearest = difflib.get_close_matches(config.env_id, gymnax.registered_envs, cutoff=0)
+    names = gymnax.registered_envs
+    if config.env_id not in names:
+        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
     env, params = gymnax.make(config.env_id)
     try:
@@ -399,7 +400,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
     `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -456,7 +457,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

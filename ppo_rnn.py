@@ -60,7 +60,7 @@ class Config:
     env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment
     env_params: str = ""  # JSON object of environment parameters
     benchmark_id: str = ""  # XLand benchmark to draw rulesets from, e.g. small-1m
-    ruleset_id: int | None = None  # always this ruleset; None: a random one per episode
+    ruleset_id: int | None = None  # ruleset of benchmark_id; None: a random one per episode
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 256  # parallel environments per seed, over all devices
@@ -74,7 +74,7 @@ class Config:
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
-    lr: float = 1e-3  # Adam learning rate
+    lr: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
@@ -82,6 +82,7 @@ class Config:
     clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
+    min_advantage_std: float = 0.05  # divide advantages by at least this
     max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
     # Run
@@ -133,7 +134,7 @@ def load_tasks(config: Config, params):
         raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
     try:
         benchmark = xminigrid.load_benchmark(config.benchmark_id)
-    except Exception as error:  # whatever a corrupt file raises
+    except Exception as error:  # e.g. of a corrupt file
         raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     if config.ruleset_id is None:
         return lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
@@ -189,16 +190,14 @@ def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
 class GRU(nn.Module):
     """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), nn.GRUCell but for its init."""
 
-    hidden_size: int
     dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, F], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
-        size = self.hidden_size
-        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, 3 H], all steps in one product
-        kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size))
-        bias = self.param("bias", nn.initializers.zeros, (size,))
+        inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)  # [T, 3 H], of all steps
+        kernel = self.param("kernel", nn.initializers.orthogonal(), (hidden.size, 3 * hidden.size))
+        bias = self.param("bias", nn.initializers.zeros, hidden.shape)
         kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
 
         def step(hidden, x):
@@ -240,7 +239,7 @@ class ActorCritic(nn.Module):
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
         features = [x.reshape(len(x), -1), direction, prev_action, obs.prev_reward[:, None]]
         x = jnp.concatenate(features, axis=-1)  # [T, F]
-        hidden = GRU(config.hidden_size, dtype)(x, hidden, reset | (not config.memory))  # [T, H]
+        hidden = GRU(dtype)(x, hidden, reset | (not config.memory))  # [T, H]
         actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)
@@ -377,7 +376,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
     `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -438,7 +437,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)
@@ -456,7 +455,7 @@ def make_train(config: Config) -> tuple:
         batch, advantage, target = minibatch  # [B, ...]
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
-        advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
+        advantage /= jnp.maximum(jnp.sqrt(pmean((advantage**2).mean())), config.min_advantage_std)
         loss_grad = jax.grad(ppo_loss, has_aux=True)
         grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
         grads, metrics = pmean((grads, metrics))
@@ -488,7 +487,7 @@ def make_train(config: Config) -> tuple:
 
         def step_envs(runner, _):
             runner, x = jax.vmap(step, (None, 0))(state.params, runner)  # Transition [N]
-            # Only time limits need this pass; run at every step, it costs 18%. Under vmap, a loop
+            # Only time limits need this pass; at every step, it costs 18%. Under vmap, a loop
             # can skip it, unlike lax.cond; the barrier keeps XLA from hoisting the loop body.
             final = runner._replace(obs=x.next_obs, done=jnp.zeros_like(runner.done))
             once = lambda _, value: critic(jax.lax.optimization_barrier((final, value))[0])

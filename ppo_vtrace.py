@@ -79,7 +79,7 @@ class Config:
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
     normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
-    hidden_size: int = 64  # units of the cell and of the dense layers
+    hidden_size: int = 64  # units of the encoder and of the cell
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.97  # discount factor
@@ -139,8 +139,9 @@ def make_env(config: Config) -> tuple:
         if config.hide_velocity:
             raise ConfigError("hide_velocity: not on brax")
         return make_brax_env(config)
-    if config.env_id not in gymnax.registered_envs:
-        nearest = difflib.get_close_matches(config.env_id, gymnax.registered_envs, cutoff=0)
+    names = gymnax.registered_envs
+    if config.env_id not in names:
+        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
     if config.hide_velocity and config.env_id not in POSITIONS:
         raise ConfigError(f"hide_velocity: add {config.env_id} to POSITIONS")
@@ -283,7 +284,7 @@ class Memory(nnx.Module):
         self.forget = not config.memory
 
     def __call__(self, obs: jax.Array, carry: Any, reset: jax.Array):
-        """obs [T, ...], carry, reset [T] (clears carry first) -> outputs [T, H], carries [T]."""
+        """H = hidden_size; obs [T, ...], carry, reset [T] -> outputs [T, H], carries [T]."""
 
         def step(carry, x):
             features, clear = x
@@ -390,8 +391,8 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
 
     All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
     `next_value` the value of the true next observation, and `done` is terminated | truncated. With
-    ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target);
-    advantage = target - value includes its own step's ratio; ppo_loss multiplies by it again.
+    ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target). The
+    advantage holds the capped ratio of its own step; ppo_loss multiplies by the ratio again.
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
@@ -458,7 +459,7 @@ def make_train(config: Config) -> tuple:
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
     `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps vmap init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -544,7 +545,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; all others evaluate `best`."""
+        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

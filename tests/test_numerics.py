@@ -560,7 +560,7 @@ def test_gru_is_that_of_flax(rnn):
     x = jax.random.normal(keys[0], (steps, inputs))
     hidden = jax.random.normal(keys[1], (size,))
     reset = jnp.array([0, 0, 1, 0, 1, 1, 0], bool)
-    gru, cell = rnn.GRU(size, jnp.float32), nn.GRUCell(size)
+    gru, cell = rnn.GRU(jnp.float32), nn.GRUCell(size)
     params = perturb(gru.init(keys[3], x, hidden, reset)["params"])
     actual = gru.apply({"params": params}, x, hidden, reset)
     for t in range(steps):
