@@ -93,6 +93,8 @@ def minigrid(name: str, threshold: float, options: str = "", xland: bool = False
     if xland:  # with the sizes of ppo_rnn
         sizes = "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
         systems["xland GRU 64"] = f"env_id={env_id} {sizes} eval_episodes=16"
+    if name == "DoorKey-6x6":
+        systems["ppo_rnn min advantage std 1e-8"] = f"{systems['ppo_rnn']} --min-advantage-std 1e-8"
     return Task(env_id, threshold, 5, systems)
 
 
@@ -143,7 +145,7 @@ def off_policy(options: str) -> dict[str, str]:
 
 
 MEMORY = (  # docs/ppo_rnn.md
-    "--num-steps 32 --update-epochs 2 --lr 3e-3 --gamma 0.999 --gae-lambda 1"
+    "--num-steps 32 --update-epochs 2 --gamma 0.999 --gae-lambda 1"
     " --embedding-size 16 --conv-size 32"
 )
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
@@ -183,7 +185,7 @@ SECTIONS = {
         minigrid("DoorKey-5x5", 0.94, xland=True),
         minigrid("DoorKey-6x6", 0.94),
         minigrid("Unlock", 0.94),
-        minigrid("UnlockPickUp", 0.9, "--total-timesteps 5e6"),
+        minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
         minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
         memory("MiniGrid-MemoryS8", 0.9),
     ],
