@@ -252,7 +252,7 @@ class ActorCritic(nn.Module):
 
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
         """Render here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
-        with jax.ensure_compile_time_eval():  # the import computes tile images
+        with jax.ensure_compile_time_eval():  # the import makes arrays
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jax.vmap(_render_obs)(grid) / 255  # [T, 32 V, 32 V, 3]

@@ -291,6 +291,7 @@ PROGRAM = {  # an option of the compiled program, and a value other than tiny's 
     "clip_value": None,
     "ent_coef": 0.5,
     "vf_coef": 0.25,
+    "min_advantage_std": 10.0,
     "max_grad_norm": 0.25,
     "target_kl": 0.1,
     "total_timesteps": 256,

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import xminigrid
 from conftest import tiny
+from probes import probe_config, probes_for, start
 from xminigrid.benchmarks import save_bz2_pickle
 from xminigrid.core.constants import TILES_REGISTRY, Colors, Tiles
 from xminigrid.core.goals import AgentNearGoal
@@ -150,3 +151,29 @@ def test_strided_convolutions_are_those_of_flax():
             conv.apply({"params": {**kernel, "kernel": kernel["kernel"].reshape(shape)}}, x)
         )
     np.testing.assert_allclose(output, x, atol=1e-5)
+
+
+def test_small_advantages_are_not_scaled_up(monkeypatch):
+    """The gradient of a minibatch is divided by its deviation, or by min_advantage_std."""
+    compute_gae = ppo_rnn.compute_gae
+    stds = []
+
+    def record(*arguments):
+        advantage, target = compute_gae(*arguments)
+        jax.debug.callback(lambda x: stds.append(np.std(x)), advantage)
+        return advantage, target
+
+    def gradient_norm(least):
+        sizes = {"update_epochs": 1, "num_minibatches": 1, "num_envs": 8}
+        sizes |= {"total_timesteps": 8 * 32, "num_evals": 8, "num_seeds": 1}
+        weights = {"ent_coef": 0.0, "vf_coef": 0.0, "min_advantage_std": least}
+        state, train = start(ppo_rnn, probe_config(ppo_rnn, "Clock", **sizes, **weights))
+        _, metrics = train(state)
+        jax.effects_barrier()
+        return float(metrics["optim/grad_norm"][0, 0, 0])
+
+    monkeypatch.setattr(ppo_rnn, "compute_gae", record)
+    with probes_for(ppo_rnn):
+        unbounded, bounded = gradient_norm(1e-9), gradient_norm(10.0)
+    assert stds[0] == stds[-1] and 0.1 < stds[0] < 5
+    np.testing.assert_allclose(bounded * 10, unbounded * stds[0], rtol=1e-4)
