@@ -13,7 +13,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_meta.py --num-seeds 3
 
-MemoryS8: return 0.51 ± 0.02 in the first episode, then 0.986 (all 20 layouts occur in training).
+MemoryS8: return 0.48 ± 0.02 in the first episode, then 0.986 (all 20 layouts occur in training).
 """
 
 # /// script

@@ -5,13 +5,13 @@ estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of 
 one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
-- advantages are normalized per minibatch, across all devices.
+- advantages are normalized per minibatch, across all devices, by a std of at least 0.05.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_rnn.py --env-id MiniGrid-Empty-6x6 --num-envs 8192
 
-Return 0.9554 ± 0.0004 over 5 runs of 2.6M steps: 59k steps/s, 71 s with startup, on two CPU cores.
+Return 0.9556 ± 0.0003 over 5 seeds; 59k steps/s, 71 s in all on two CPU cores.
 """
 
 # /// script
