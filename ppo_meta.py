@@ -150,7 +150,7 @@ def load_tasks(config: Config, env, params) -> tuple:
         from_file = xminigrid.benchmarks.load_benchmark_from_path
         load = from_file if Path(config.benchmark_id).is_file() else xminigrid.load_benchmark
         benchmark = load(config.benchmark_id)
-    except Exception as error:  # e.g. of a corrupt file
+    except Exception as error:  # e.g. a corrupt file
         raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     params_of = lambda task: params.replace(ruleset=benchmark.get_ruleset(task))
     return lambda key, task: env.reset(params_of(task), key), benchmark.num_rulesets()
@@ -222,7 +222,7 @@ class GRU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, F], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
-        inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)  # [T, 3 H], of all steps
+        inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)  # [T, 3 H]
         kernel = self.param("kernel", nn.initializers.orthogonal(), (hidden.size, 3 * hidden.size))
         bias = self.param("bias", nn.initializers.zeros, hidden.shape)
         kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
@@ -280,7 +280,7 @@ class ActorCritic(nn.Module):
 
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
         """Render here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
-        with jax.ensure_compile_time_eval():  # the import makes arrays
+        with jax.ensure_compile_time_eval():  # the import creates arrays
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jax.vmap(_render_obs)(grid) / 255  # [T, 32 V, 32 V, 3]

@@ -5,7 +5,7 @@ estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of 
 one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
-- advantages are normalized per minibatch, across all devices, by a std of at least 0.05.
+- advantages are divided by a std of at least 0.05, so that noise cannot drown out rare rewards.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
@@ -134,7 +134,7 @@ def load_tasks(config: Config, params):
         raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
     try:
         benchmark = xminigrid.load_benchmark(config.benchmark_id)
-    except Exception as error:  # e.g. of a corrupt file
+    except Exception as error:  # e.g. a corrupt file
         raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     if config.ruleset_id is None:
         return lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
@@ -195,7 +195,7 @@ class GRU(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, F], hidden [H], reset [T] (before x is read) -> hidden states [T, H]."""
-        inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)  # [T, 3 H], of all steps
+        inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)  # [T, 3 H]
         kernel = self.param("kernel", nn.initializers.orthogonal(), (hidden.size, 3 * hidden.size))
         bias = self.param("bias", nn.initializers.zeros, hidden.shape)
         kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
@@ -252,7 +252,7 @@ class ActorCritic(nn.Module):
 
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
         """Render here, 32 x 32 pixels per tile: the rollout stores symbols, 1500 times smaller."""
-        with jax.ensure_compile_time_eval():  # the import makes arrays
+        with jax.ensure_compile_time_eval():  # the import creates arrays
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jax.vmap(_render_obs)(grid) / 255  # [T, 32 V, 32 V, 3]

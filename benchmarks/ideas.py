@@ -92,11 +92,11 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_rnn",
         EMPTY,
         [
-            ("inputs = nn.Dense(3 * size, dtype=self.dtype)(", "inputs = ("),
+            ("inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(", "inputs = ("),
             (
                 "kernel = self.param(",
                 'weights = self.param("w", nn.initializers.lecun_normal(),'
-                " (x.shape[-1], 3 * size))\n"
+                " (x.shape[-1], 3 * hidden.size))\n"
                 "        kernel = self.param(",
             ),
             ("jnp.split(inputs, 3)", "jnp.split(inputs @ weights, 3)"),
