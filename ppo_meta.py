@@ -2,9 +2,8 @@
 
 Meta-reinforcement learning (Duan et al. 2016, arXiv 1611.02779; Wang et al. 2016, 1611.05763).
 A trial is a fixed number of episodes (or steps) of one task: a ruleset from a benchmark, or else a
-layout seed. Some tasks are held out for evaluation. The agent is not told the task:
-its memory, cleared only between trials, must carry what earlier episodes taught. The rest is
-ppo_rnn.py, but to PPO a trial is an episode:
+layout seed. Evaluation is on held-out tasks. The agent is not told the task: its memory, cleared
+only between trials, must carry what earlier episodes taught. To PPO, a trial is an episode:
 - an inner episode's end, by goal or time limit, is an ordinary step: it bootstraps from the value
   of the next episode's first observation, so credit flows across episodes;
 - the end of the trial is a termination: nothing bootstraps from the next trial.
@@ -79,7 +78,7 @@ class Config:
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     reset_memory: bool = False  # clear memory after every episode, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
-    lr: float = 3e-3  # Adam learning rate
+    lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
@@ -142,8 +141,7 @@ class EnvState(NamedTuple):
 def load_tasks(config: Config, env, params) -> tuple:
     """Returns start(key, task) -> timestep and the number of tasks. Raises ConfigError."""
     if not config.benchmark_id:  # a task is the seed of a layout
-        layout = lambda _, task: env.reset(params, jax.random.PRNGKey(task))
-        return layout, 2**16
+        return lambda _, task: env.reset(params, jax.random.PRNGKey(task)), 2**16
     if not hasattr(params, "ruleset"):
         raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
     try:
