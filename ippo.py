@@ -157,10 +157,13 @@ class Rings:
         return self.observe(state), state, reward, done, {}
 
 
-# First word of env_id -> step counter in the state; None: no time limit.
-CLOCKS = {"hanabi": None, "HeuristicEnemySMAX": ".state.step", "rings": "['step']"}
-CLOCKS |= dict.fromkeys(["MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav"], ".step")
-CLOCKS |= dict.fromkeys(["ant", "halfcheetah", "hopper", "humanoid", "walker2d"], ".info['steps']")
+# First word of env_id -> its state with the step counter at zero, or as it is without time limit.
+BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
+REWIND = {"rings": lambda state: state | {"step": 0}, "hanabi": lambda state: state}
+REWIND["HeuristicEnemySMAX"] = lambda state: state.replace(state=state.state.replace(step=0))
+REWIND |= dict.fromkeys(BRAX, lambda state: state.replace(info=state.info | {"steps": 0}))
+others = ("MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav")
+REWIND |= dict.fromkeys(others, lambda state: state.replace(step=0))
 
 
 class Observation(NamedTuple):
@@ -180,13 +183,13 @@ def load_env(config: Config):
             from jaxmarl.environments.overcooked import overcooked_layouts as layouts
             from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as maps
         known = {name: {} for name in ("rings", *jaxmarl.registered_envs)}
+        # Brax's own reset would overwrite the final observation.
+        known |= {name: {"auto_reset": False} for name in known if name.startswith(BRAX)}
         known |= {f"overcooked/{name}": {"layout": x} for name, x in layouts.items()}
         known |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps.items()}
         if config.env_id not in known:
             nearest = difflib.get_close_matches(config.env_id, known, cutoff=0)
             raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
-        if CLOCKS.get(config.env_id.split("_")[0]) == ".info['steps']":
-            params["auto_reset"] = False  # Brax's own reset overwrites the final observation
         return jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
     except ImportError as error:
         raise ConfigError(f"{config.env_id}: {error}; pip install jaxmarl[mabrax]") from None
@@ -205,11 +208,8 @@ def make_env(config: Config) -> tuple:
     env = load_env(config)
     obs, env_state = jax.eval_shape(env.reset, jax.random.key(0))
     family = config.env_id.replace("/", "_").split("_")[0]
-    clock = CLOCKS.get(family, "")
-    leaves = jax.tree.leaves_with_path(env_state)
-    counters = [jax.tree_util.keystr(path) for path, x in leaves if not x.shape]
-    if clock not in (None, *counters):
-        raise ConfigError(f"add {family} to CLOCKS, with None or one of {', '.join(counters)}")
+    if family not in REWIND:
+        raise ConfigError(f"add {family} to REWIND: set the step counter to 0 in {env_state}")
     names = tuple(env.agents)
     spaces = [env.action_space(name) for name in names]
     continuous = not hasattr(spaces[0], "n")
@@ -242,10 +242,8 @@ def make_env(config: Config) -> tuple:
         if continuous:
             action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
         actions = dict(zip(names, action, strict=True))
-        # Step also with the clock at zero: an episode that ends even then is terminated.
-        rewind = lambda path, x: jnp.zeros_like(x) if jax.tree_util.keystr(path) == clock else x
-        rewound = jax.tree.map_with_path(rewind, env_state)
-        _, _, _, done_anyway, _ = env.step_env(step_key, rewound, actions)
+        # Step also with the counter at zero: an episode that ends even then is terminated.
+        _, _, _, done_anyway, _ = env.step_env(step_key, REWIND[family](env_state), actions)
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
         # SMAX pays dead agents too: they stay active.
         ends = lambda done: active & (done["__all__"] | (stack(done) & (not is_smax)))

@@ -12,7 +12,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_meta.py --num-seeds 3
 
-MemoryS8: return 0.48 ± 0.02 in the first episode, then 0.986 (all 20 layouts occur in training).
+MemoryS8: return 0.51 ± 0.02 in the first episode, then 0.986 (all 20 layouts occur in training).
 """
 
 # /// script
@@ -127,7 +127,7 @@ class Observation(NamedTuple):
     direction: jax.Array  # [] of the agent, 0 to 3
     prev_action: jax.Array  # [] -1 if none
     prev_reward: jax.Array  # [] 0 if none
-    new_episode: jax.Array  # [] the previous step ended an episode of the trial
+    new_episode: jax.Array  # [] another episode of the same trial has just begun
 
 
 class EnvState(NamedTuple):

@@ -589,8 +589,6 @@ curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been me
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
   rate or number of environments that was changed is in the name.
-- Older defaults (learning rate 1e-3, advantages divided by their standard deviation alone): the
-  ablations of `ppo_rnn` on DoorKey-5x5, and `ppo_meta` on Which place pays.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
