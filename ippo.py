@@ -157,13 +157,14 @@ class Rings:
         return self.observe(state), state, reward, done, {}
 
 
-# First word of env_id -> its state with the step counter at zero, or as it is without time limit.
+# First word of env_id -> a function that sets the step counter in the state to zero.
+NATIVE = ("MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav")
 BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
-REWIND = {"rings": lambda state: state | {"step": 0}, "hanabi": lambda state: state}
-REWIND["HeuristicEnemySMAX"] = lambda state: state.replace(state=state.state.replace(step=0))
+REWIND = dict.fromkeys(NATIVE, lambda state: state.replace(step=0))
 REWIND |= dict.fromkeys(BRAX, lambda state: state.replace(info=state.info | {"steps": 0}))
-others = ("MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav")
-REWIND |= dict.fromkeys(others, lambda state: state.replace(step=0))
+REWIND["HeuristicEnemySMAX"] = lambda state: state.replace(state=state.state.replace(step=0))
+REWIND["rings"] = lambda state: state | {"step": 0}
+REWIND["hanabi"] = lambda state: state  # no time limit
 
 
 class Observation(NamedTuple):

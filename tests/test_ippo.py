@@ -940,15 +940,47 @@ def test_a_riddle_ends_by_telling_or_by_the_clock(kind):
 @pytest.mark.filterwarnings("ignore")
 def test_the_time_limit_of_mabrax_is_found_and_its_final_observation_kept():
     """Its clock is an entry of a dict, and its own reset overwrites the final observation."""
-    names, action, seen = follow(
-        "halfcheetah_6x1", 0.5, 3, env_params='{"episode_length": 3, "backend": "spring"}'
-    )
+    import jaxmarl
+
+    params = {"episode_length": 3, "backend": "spring"}
+    names, action, seen = follow("halfcheetah_6x1", 0.5, 3, env_params=json.dumps(params))
     ends = np.array([truncated for *_, truncated, _ in seen])
     assert ends.tolist() == [[False] * 6] * 2 + [[True] * 6]
     assert not any(terminated.any() for *_, terminated, _, _ in seen)
-    (_, obs, *_, next_obs), (_, before, *_) = seen[2], seen[1]
-    change = lambda x, y: np.abs(np.array(x.features) - np.array(y.features)).max()
-    assert 0 < change(next_obs, before) < 10 and change(next_obs, obs) > 1e-3
+    (before, _), obs, *_, next_obs = seen[2]
+    env = jaxmarl.make("halfcheetah_6x1", auto_reset=False, **params)
+    actions = dict(zip(names, action, strict=True))
+    expected, *_ = jax.jit(env.step_env)(jax.random.key(0), before, actions)
+    for k, name in enumerate(names):
+        features = next_obs.features[k, : expected[name].size]  # without padding
+        np.testing.assert_allclose(features, expected[name], rtol=1e-4, atol=1e-5)
+    assert differ(next_obs.features, obs.features)
+
+
+def test_the_time_limit_of_rings_is_no_termination():
+    _, _, seen = follow("rings", [1, 0, 2], 9)  # all stand still
+    ends = np.array([truncated for *_, truncated, _ in seen])
+    assert ends.tolist() == [[False] * 3] * 7 + [[True] * 3, [False] * 3]
+    assert not any(terminated.any() for *_, terminated, _, _ in seen)
+
+
+@needs_jaxmarl
+@pytest.mark.parametrize("env_id", ["HeuristicEnemySMAX/3m", "SMAX"])
+def test_the_time_limit_of_smax_is_no_termination(env_id):
+    _, _, seen = follow(env_id, 4, 4, env_params='{"max_steps": 3}')  # 4: stop
+    ends = np.array([truncated.all() for *_, truncated, _ in seen])
+    assert ends.sum() == 1 and not any(terminated.any() for *_, terminated, _, _ in seen)
+
+
+@needs_jaxmarl
+@pytest.mark.parametrize("env_id", ["coin_game", "overcooked", "jaxnav", "hanabi"])
+def test_the_clock_of_every_family_is_in_its_state(env_id):
+    reset, step, names, continuous = ippo.make_env(small(env_id=env_id))
+    obs, env_state = jax.eval_shape(reset, jax.random.key(0))
+    shape = obs.mask.shape if continuous else (len(names),)
+    action = jax.ShapeDtypeStruct(shape, jnp.float32 if continuous else jnp.int32)
+    _, after, *_ = jax.eval_shape(step, jax.random.key(0), env_state, action)
+    assert jax.tree.structure(after) == jax.tree.structure(env_state)
 
 
 @needs_jaxmarl
