@@ -5,7 +5,7 @@ estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of 
 one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
-- raw actions are stored; only the environment receives them clipped or squashed to its bounds;
+- raw actions are stored; only the environment receives them mapped to its bounds;
 - advantages are normalized per minibatch, across all devices.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
@@ -66,7 +66,7 @@ class Config:
     # Algorithm
     update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
-    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
+    policy: Literal["gaussian", "tanh_gaussian", "beta"] = "gaussian"  # of continuous actions
     hidden_size: int = 64  # width of the dense layers
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -160,21 +160,18 @@ def make_brax_env(config: Config) -> tuple:
         (time_limit,) = map(int, params.values())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; known: max_steps_in_episode") from None
-    env = brax.envs.get_environment(config.env_id.removeprefix("brax/"))
+    env = brax.envs.create(config.env_id.removeprefix("brax/"), time_limit, auto_reset=False)
 
     def reset(key):
-        state = env.reset(key)
-        return state.obs, (state, jnp.int32(0))
+        env_state = env.reset(key)
+        return env_state.obs, env_state
 
     def step(key, env_state, action):
-        state = env.step(env_state[0], action)
-        steps = env_state[1] + 1
-        terminated = state.done > 0
-        truncated = steps >= time_limit
+        last = env.step(env_state, action)
+        done, truncated = last.done > 0, last.info["truncation"] > 0
         # Brax does not reset itself; its own wrapper would always reset to the same state.
-        first = (env.reset(key), jnp.int32(0))
-        env_state = optax.tree.where(terminated | truncated, first, (state, steps))
-        return env_state[0].obs, env_state, state.reward, terminated, truncated, state.obs
+        env_state = optax.tree.where(done, env.reset(key), last)
+        return env_state.obs, env_state, last.reward, done & ~truncated, truncated, last.obs
 
     return reset, step, env.action_size
 
@@ -184,41 +181,41 @@ def dense(features: int, scale: float) -> nn.Dense:
     return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
 
 
-@flax.struct.dataclass
-class ActionDistribution:
-    """Diagonal Gaussian over raw actions. If squashed, log_prob and entropy include the tanh."""
-
-    mean: jax.Array  # [..., A = action dimension]
-    log_std: jax.Array  # [..., A]
-    squash: bool = flax.struct.field(pytree_node=False)
+class GaussianPolicy(distrax.Independent):
+    """Independent normal distributions; the environment receives the action clipped."""
 
     def to_env(self, raw: jax.Array) -> jax.Array:
-        return jnp.tanh(raw) if self.squash else jnp.clip(raw, -1.0, 1.0)
+        return jnp.clip(raw, -1.0, 1.0)
+
+
+class TanhGaussianPolicy(distrax.Independent):
+    """Independent normal distributions over raw; log_prob and entropy are those of tanh(raw)."""
+
+    def to_env(self, raw: jax.Array) -> jax.Array:
+        return jnp.tanh(raw)
 
     def log_slope(self, raw: jax.Array) -> jax.Array:
         """Sum of log(1 - tanh(raw)^2) (arXiv 1801.01290, appendix C), in a stable form."""
-        return 2 * (jnp.log(2.0) - raw - nn.softplus(-2 * raw)).sum(-1)
-
-    def gaussian(self) -> distrax.Distribution:
-        return distrax.Independent(distrax.Normal(self.mean, jnp.exp(self.log_std)), 1)
-
-    def mode(self) -> jax.Array:
-        return self.mean
-
-    def sample(self, seed: jax.Array) -> jax.Array:
-        return self.gaussian().sample(seed=seed)
+        return 2 * (jnp.log(2.0) - raw - jax.nn.softplus(-2 * raw)).sum(-1)
 
     def log_prob(self, raw: jax.Array) -> jax.Array:
-        log_prob = self.gaussian().log_prob(raw)
-        return log_prob - self.log_slope(raw) if self.squash else log_prob
+        return super().log_prob(raw) - self.log_slope(raw)
 
     def entropy(self) -> jax.Array:
-        entropy = self.gaussian().entropy()
-        if self.squash:  # plus E[log_slope], by Gauss-Hermite quadrature
-            nodes, weights = np.polynomial.hermite_e.hermegauss(16)
-            slope_at = lambda node: self.log_slope(self.mean + jnp.exp(self.log_std) * node)
-            entropy += jnp.tensordot(weights / weights.sum(), jax.vmap(slope_at)(nodes), 1)
-        return entropy
+        nodes, weights = np.polynomial.hermite_e.hermegauss(16)  # quadrature of E[log_slope]
+        slope_at = lambda node: self.log_slope(self.mean() + self.stddev() * node)
+        mean_slope = jnp.tensordot(weights / weights.sum(), jax.vmap(slope_at)(nodes), 1)
+        return super().entropy() + mean_slope
+
+
+class BetaPolicy(distrax.Independent):
+    """Independent Beta distributions on (0, 1) (Chou et al. 2017); log_prob is -inf at 0 and 1."""
+
+    def to_env(self, raw: jax.Array) -> jax.Array:
+        return 2 * raw - 1
+
+    def sample(self, seed: jax.Array) -> jax.Array:
+        return jnp.clip(super().sample(seed=seed), 1e-6, 1 - 1e-6)
 
 
 class ActorCritic(nn.Module):
@@ -231,10 +228,16 @@ class ActorCritic(nn.Module):
     @nn.compact
     def __call__(self, obs: jax.Array):
         """One observation [...] -> policy, value []."""
-        mean = dense(self.num_actions, 0.01)(self.torso(obs))
-        log_std = self.param("log_std", nn.initializers.zeros, mean.shape)
+        if self.policy == "beta":
+            output = dense(2 * self.num_actions, 0.01)(self.torso(obs))
+            policy = BetaPolicy(distrax.Beta(*jnp.split(1 + nn.softplus(output), 2)), 1)
+        else:
+            mean = dense(self.num_actions, 0.01)(self.torso(obs))
+            std = jnp.exp(self.param("log_std", nn.initializers.zeros, mean.shape))
+            kind = GaussianPolicy if self.policy == "gaussian" else TanhGaussianPolicy
+            policy = kind(distrax.Normal(mean, std), 1)
         value = dense(1, 1.0)(self.torso(obs)).squeeze(-1)
-        return ActionDistribution(mean, log_std, self.policy == "tanh_gaussian"), value
+        return policy, value
 
     def torso(self, obs: jax.Array) -> jax.Array:
         """[...] -> [hidden_size]; each call makes new layers."""
@@ -247,7 +250,7 @@ class Transition(NamedTuple):
     """One step of one environment."""
 
     obs: jax.Array
-    action: jax.Array  # raw
+    action: jax.Array
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array

@@ -77,7 +77,7 @@ class Config:
     priority_beta: float = 0.4  # initial exponent of the draw's importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
-    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # clip or squash continuous actions
+    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # of continuous actions
     normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # units of the encoder and of the cell
     lr: float = 1e-3  # Adam learning rate
@@ -187,21 +187,18 @@ def make_brax_env(config: Config) -> tuple:
         (time_limit,) = map(int, params.values())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; known: max_steps_in_episode") from None
-    env = brax.envs.get_environment(config.env_id.removeprefix("brax/"))
+    env = brax.envs.create(config.env_id.removeprefix("brax/"), time_limit, auto_reset=False)
 
     def reset(key):
-        state = env.reset(key)
-        return state.obs, (state, jnp.int32(0))
+        env_state = env.reset(key)
+        return env_state.obs, env_state
 
     def step(key, env_state, action):
-        state = env.step(env_state[0], action)
-        steps = env_state[1] + 1
-        terminated = state.done > 0
-        truncated = steps >= time_limit
+        last = env.step(env_state, action)
+        done, truncated = last.done > 0, last.info["truncation"] > 0
         # Brax does not reset itself; its own wrapper would always reset to the same state.
-        first = (env.reset(key), jnp.int32(0))
-        env_state = optax.tree.where(terminated | truncated, first, (state, steps))
-        return env_state[0].obs, env_state, state.reward, terminated, truncated, state.obs
+        env_state = optax.tree.where(done, env.reset(key), last)
+        return env_state.obs, env_state, last.reward, done & ~truncated, truncated, last.obs
 
     return reset, step, env.action_size, False
 
@@ -212,41 +209,31 @@ def dense(inputs: int, features: int, scale: float, rngs: nnx.Rngs) -> nnx.Linea
     return nnx.Linear(inputs, features, kernel_init=init, rngs=rngs)
 
 
-@flax.struct.dataclass
-class ActionDistribution:
-    """Diagonal Gaussian over raw actions. If squashed, log_prob and entropy include the tanh."""
-
-    mean: jax.Array  # [..., A = action dimension]
-    log_std: jax.Array  # [..., A]
-    squash: bool = flax.struct.field(pytree_node=False)
+class GaussianPolicy(distrax.Independent):
+    """Independent normal distributions; the environment receives the action clipped."""
 
     def to_env(self, raw: jax.Array) -> jax.Array:
-        return jnp.tanh(raw) if self.squash else jnp.clip(raw, -1.0, 1.0)
+        return jnp.clip(raw, -1.0, 1.0)
+
+
+class TanhGaussianPolicy(distrax.Independent):
+    """Independent normal distributions over raw; log_prob and entropy are those of tanh(raw)."""
+
+    def to_env(self, raw: jax.Array) -> jax.Array:
+        return jnp.tanh(raw)
 
     def log_slope(self, raw: jax.Array) -> jax.Array:
         """Sum of log(1 - tanh(raw)^2) (arXiv 1801.01290, appendix C), in a stable form."""
-        return 2 * (jnp.log(2.0) - raw - nnx.softplus(-2 * raw)).sum(-1)
-
-    def gaussian(self) -> distrax.Distribution:
-        return distrax.Independent(distrax.Normal(self.mean, jnp.exp(self.log_std)), 1)
-
-    def mode(self) -> jax.Array:
-        return self.mean
-
-    def sample(self, seed: jax.Array) -> jax.Array:
-        return self.gaussian().sample(seed=seed)
+        return 2 * (jnp.log(2.0) - raw - jax.nn.softplus(-2 * raw)).sum(-1)
 
     def log_prob(self, raw: jax.Array) -> jax.Array:
-        log_prob = self.gaussian().log_prob(raw)
-        return log_prob - self.log_slope(raw) if self.squash else log_prob
+        return super().log_prob(raw) - self.log_slope(raw)
 
     def entropy(self) -> jax.Array:
-        entropy = self.gaussian().entropy()
-        if self.squash:  # plus E[log_slope], by Gauss-Hermite quadrature
-            nodes, weights = np.polynomial.hermite_e.hermegauss(16)
-            slope_at = lambda node: self.log_slope(self.mean + jnp.exp(self.log_std) * node)
-            entropy += jnp.tensordot(weights / weights.sum(), jax.vmap(slope_at)(nodes), 1)
-        return entropy
+        nodes, weights = np.polynomial.hermite_e.hermegauss(16)  # quadrature of E[log_slope]
+        slope_at = lambda node: self.log_slope(self.mean() + self.stddev() * node)
+        mean_slope = jnp.tensordot(weights / weights.sum(), jax.vmap(slope_at)(nodes), 1)
+        return super().entropy() + mean_slope
 
 
 class Moments(NamedTuple):
@@ -311,17 +298,20 @@ class ActorCritic(nnx.Module):
         self.policy = policy
 
     def __call__(self, obs: jax.Array, hidden: Any, reset: jax.Array):
-        """obs [T, ...], hidden, reset [T] -> policy, value and hidden of all T steps."""
+        """obs [T, ...], hidden, reset [T] -> output, value and hidden of all T steps."""
         x, actor_hidden = self.actor(obs, hidden[0], reset)
         output = self.output(x)
         x, critic_hidden = self.critic(obs, hidden[1], reset)
         value = self.value(x).squeeze(-1)
-        hidden = (actor_hidden, critic_hidden)
+        return output, value, (actor_hidden, critic_hidden)
+
+    def policy_of(self, output: jax.Array):
+        """[..., n] -> distribution of actions."""
         if self.policy == "categorical":
-            return distrax.Categorical(output), value, hidden
-        log_std = jnp.broadcast_to(self.log_std[...], output.shape)
-        policy = ActionDistribution(output, log_std, self.policy == "tanh_gaussian")
-        return policy, value, hidden
+            return distrax.Categorical(output)
+        std = jnp.broadcast_to(jnp.exp(self.log_std[...]), output.shape)
+        kind = GaussianPolicy if self.policy == "gaussian" else TanhGaussianPolicy
+        return kind(distrax.Normal(output, std), 1)
 
 
 # ---------------------------------------- rollout
@@ -498,12 +488,17 @@ def make_train(config: Config) -> tuple:
     def infer(params, obs, hidden, reset):
         """One step of one environment -> policy, value [], hidden."""
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
-        return jax.tree.map(lambda x: x[0], nnx.merge(graphdef, params)(obs, hidden, reset))
+        network = nnx.merge(graphdef, params)
+        outputs = network(obs, hidden, reset)
+        output, value, hidden = jax.tree.map(lambda x: x[0], outputs)
+        return network.policy_of(output), value, hidden
 
     def replay(params, segment):
         """Rerun a segment [T] from its first stored carry -> policy, value and hidden [T]."""
         first = jax.tree.map(lambda x: x[0], segment.hidden)
-        return nnx.merge(graphdef, params)(segment.obs, first, segment.reset)
+        network = nnx.merge(graphdef, params)
+        output, value, hidden = network(segment.obs, first, segment.reset)
+        return network.policy_of(output), value, hidden
 
     def vtrace(params, segment):
         """Advantage and target [T] under `params`."""

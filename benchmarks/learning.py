@@ -75,10 +75,9 @@ def continuous(env_id: str, threshold: float) -> Task:
     ours = f"--env-id {env_id} --num-evals 20"
     tanh = {"ppo_continuous tanh": f"{ours} --policy tanh_gaussian"}
     systems = {"ppo_continuous": ours, **tanh, "ppo_obs_norm": ours}
-    systems["ppo_continuous beta"] = ours
+    systems["ppo_continuous beta"] = f"{ours} --policy beta"
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
-    beta = {"ppo_continuous beta": ablations.documented_patches()[2:]}
-    return Task(env_id, threshold, 10, systems, beta)
+    return Task(env_id, threshold, 10, systems)
 
 
 def minatar(game: str, threshold: float) -> Task:

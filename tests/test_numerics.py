@@ -12,6 +12,7 @@ import pytest
 import rlax
 from conftest import SCRIPTS, load_script, tiny
 from probes import network_of, probe_config, probes_for, start, to_numpy
+from scipy import stats
 from xminigrid.core.constants import NUM_TILES
 
 GAMMA, GAE_LAMBDA = 0.9, 0.8
@@ -381,11 +382,12 @@ def continuous(request):
 def action_distribution(module, squash, scale=1.0):
     mean = jnp.array([[0.0, 0.5, -1.0], [0.3, -2.0, 0.1]])
     log_std = jnp.log(scale * jnp.array([[0.3, 0.7, 0.5]] * 2))
-    return module.ActionDistribution(mean, log_std, squash)
+    kind = module.TanhGaussianPolicy if squash else module.GaussianPolicy
+    return kind(distrax.Normal(mean, jnp.exp(log_std)), 1)
 
 
 def gaussian_of(distribution):
-    return distrax.MultivariateNormalDiag(distribution.mean, jnp.exp(distribution.log_std))
+    return distrax.MultivariateNormalDiag(distribution.mean(), distribution.stddev())
 
 
 def test_squashed_log_prob_is_that_of_distrax(continuous):
@@ -401,8 +403,8 @@ def test_squashed_density_integrates_to_one(continuous):
     action = np.linspace(-1, 1, 200_003)[1:-1]
     raw = jnp.arctanh(jnp.array(action))[:, None]
     for mean, std in ((0.0, 0.5), (-1.0, 0.3), (0.5, 1.0)):
-        mean, log_std = jnp.full((1, 1), mean), jnp.full((1, 1), np.log(std))
-        distribution = continuous.ActionDistribution(mean, log_std, True)
+        normal = distrax.Normal(jnp.full((1, 1), mean), jnp.full((1, 1), std))
+        distribution = continuous.TanhGaussianPolicy(normal, 1)
         np.testing.assert_allclose(distribution.to_env(raw)[:, 0], action, atol=1e-4)
         density = np.exp(np.array(distribution.log_prob(raw), np.float64))
         np.testing.assert_allclose(np.trapezoid(density, action), 1, atol=2e-3)
@@ -420,7 +422,7 @@ def test_entropy_is_the_mean_of_minus_log_prob(continuous, squash):
     for scale in (0.3, 1.0, 3.0):
         distribution = action_distribution(continuous, squash, scale)
         keys = jax.random.split(jax.random.key(0), 40_000)
-        samples = jax.vmap(distribution.sample)(keys)
+        samples = jax.vmap(lambda key: distribution.sample(seed=key))(keys)
         log_probs = -np.array(jax.vmap(distribution.log_prob)(samples))  # [samples, 2]
         error = log_probs.std(0) / np.sqrt(len(keys))
         assert (np.abs(distribution.entropy() - log_probs.mean(0)) < 5 * error + 2e-3).all()
@@ -432,8 +434,23 @@ def test_plain_gaussian_is_that_of_distrax(continuous):
     raw = distribution.sample(seed=jax.random.key(0))
     np.testing.assert_allclose(distribution.log_prob(raw), expected.log_prob(raw), atol=1e-5)
     np.testing.assert_allclose(distribution.entropy(), expected.entropy(), atol=1e-5)
-    np.testing.assert_allclose(distribution.mode(), distribution.mean)
+    np.testing.assert_allclose(distribution.mode(), distribution.mean())
     np.testing.assert_allclose(distribution.to_env(raw), np.clip(raw, -1, 1), atol=1e-6)
+
+
+def test_the_beta_policy_is_that_of_scipy(continuous):
+    alpha, beta = jnp.array([1.5, 4.0]), jnp.array([2.0, 1.2])
+    policy = continuous.BetaPolicy(distrax.Beta(alpha, beta), 1)
+    raw = jnp.array([0.3, 0.9])
+    reference = stats.beta(np.array(alpha), np.array(beta))
+    assert policy.log_prob(raw) == pytest.approx(reference.logpdf(np.array(raw)).sum(), rel=1e-4)
+    assert policy.entropy() == pytest.approx(reference.entropy().sum(), rel=1e-4)
+    np.testing.assert_allclose(policy.mode(), (alpha - 1) / (alpha + beta - 2), rtol=1e-5)
+    np.testing.assert_allclose(policy.to_env(raw), [-0.4, 0.8], rtol=1e-5)
+    narrow = continuous.BetaPolicy(distrax.Beta(jnp.array([1e6]), jnp.array([1.0])), 1)
+    keys = jax.random.split(jax.random.key(0), 100)
+    samples = jax.vmap(lambda key: narrow.sample(seed=key))(keys)
+    assert samples.max() < 1 and np.isfinite(jax.vmap(narrow.log_prob)(samples)).all()
 
 
 def test_the_deviation_does_not_depend_on_the_state(continuous):
@@ -444,8 +461,8 @@ def test_the_deviation_does_not_depend_on_the_state(continuous):
     np.testing.assert_array_equal(params["params"]["log_std"], np.zeros(1))
     params = jax.tree.map(lambda x: x + 0.3, params)
     policy, _ = jax.vmap(network.apply, (None, 0))(params, obs)
-    np.testing.assert_array_equal(policy.log_std, np.full((5, 1), np.float32(0.3)))
-    assert np.ptp(policy.mean) > 1e-3  # whereas the mean does
+    np.testing.assert_allclose(policy.stddev(), np.full((5, 1), np.exp(0.3)), rtol=1e-6)
+    assert np.ptp(policy.mean()) > 1e-3  # whereas the mean does
 
 
 # ------------------------------------- statistics
@@ -533,7 +550,7 @@ def test_network_reads_normalized_observations(obs_norm):
     policy, value = network.apply(frozen, obs)
     expected_policy, expected_value = network.apply(params, by_hand)  # mean 0, variance 1
     np.testing.assert_allclose(value, expected_value, atol=1e-5)
-    np.testing.assert_allclose(policy.mean, expected_policy.mean, atol=1e-5)
+    np.testing.assert_allclose(policy.mean(), expected_policy.mean(), atol=1e-5)
 
 
 # ----------------------------------------- memory

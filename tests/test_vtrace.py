@@ -156,7 +156,9 @@ def test_the_network_is_that_of_linen(cell, memory):
     reset = jnp.array([0, 0, 1, 0, 1, 0], bool)
     carry = jax.random.normal(jax.random.key(3), (4,))
     carry = carry if cell == "gru" else (carry, -carry)
-    policy, value, hidden = nnx.merge(graphdef, params)(obs, (carry, carry), reset)
+    network = nnx.merge(graphdef, params)
+    output, value, hidden = network(obs, (carry, carry), reset)
+    policy = network.policy_of(output)
 
     def unroll(part):
         linen, cell_weights = linen_cell(cell, weights[part]["cell"])
@@ -171,8 +173,9 @@ def test_the_network_is_that_of_linen(cell, memory):
 
     end, x = unroll("actor")
     expected = nn.Dense(2).apply({"params": weights["output"]}, x)
-    np.testing.assert_allclose(policy.mean, expected, atol=1e-5)
-    np.testing.assert_allclose(policy.log_std, np.tile(weights["log_std"], (6, 1)))
+    np.testing.assert_allclose(policy.mean(), expected, atol=1e-5)
+    std = np.exp(np.tile(weights["log_std"], (6, 1)))
+    np.testing.assert_allclose(policy.stddev(), std, rtol=1e-5)
     last = jax.tree.map(lambda x: x[-1], hidden[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), last, end)
     _, x = unroll("critic")
