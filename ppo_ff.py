@@ -346,7 +346,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
+        """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

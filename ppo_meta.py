@@ -463,7 +463,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).trial[3:]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
+        """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
         key, eval_key = jax.random.split(state.key)
         num_trials = -(-config.eval_episodes // (config.trial_episodes * num_devices))
         keys = jax.random.split(eval_key, num_trials)

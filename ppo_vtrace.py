@@ -14,7 +14,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_vtrace.py --hide-velocity --num-seeds 5 --num-evals 20
 
-Return -213 ± 13 on Pendulum-v1 without velocity; without memory -1050 ± 21.
+Pendulum-v1 without velocity: return -213 ± 13 (no memory: -1050 ± 21).
 """
 
 # /// script
@@ -382,7 +382,7 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
     All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
     `next_value` the value of the true next observation, and `done` is terminated | truncated. With
     ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target). The
-    advantage holds the capped ratio of its own step; ppo_loss multiplies by the ratio again.
+    advantage holds its own capped ratio and ppo_loss applies another; V-trace has only one.
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
@@ -540,7 +540,7 @@ def make_train(config: Config) -> tuple:
         return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
 
     def evaluate(i, state):
-        """Round 0 evaluates `params` and updates `best`; 1 to 10, at the end, evaluate `best`."""
+        """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
         key, eval_key = jax.random.split(state.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
         params = optax.tree.where(i == 0, state.params, state.best)

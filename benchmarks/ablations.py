@@ -4,9 +4,6 @@ A change is a string of options, or a list of replacements (old, new) in the scr
 which must occur exactly once.
 """
 
-import re
-from pathlib import Path
-
 ADVANTAGE = """\
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
@@ -42,18 +39,6 @@ MEMORY = {
     ],
     "no memory": "--no-memory",
 }
-
-
-def documented_patches() -> list[tuple[str, str]]:
-    """(old, new) of each diff in docs/details.md."""
-    text = (Path(__file__).parent.parent / "docs" / "details.md").read_text()
-    patches = []
-    for diff in re.findall(r"```diff\n(.*?)```", text, re.S):
-        lines = diff.splitlines(keepends=True)
-        old = "".join(line[1:] for line in lines if line[0] in " -")
-        new = "".join(line[1:] for line in lines if line[0] in " +")
-        patches.append((old, new))
-    return patches
 
 
 def change_text(text: str, replacements: list[tuple[str, str]]) -> str:

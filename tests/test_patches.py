@@ -1,4 +1,4 @@
-"""The patches of docs/details.md: each applies to its script as it is, and trains."""
+"""Each patch of docs/details.md applies to its script as it is, and trains; so does `--policy beta`."""
 
 import re
 import types
