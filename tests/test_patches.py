@@ -1,4 +1,4 @@
-"""Each patch of docs/details.md applies to its script as it is, and trains; so does `--policy beta`."""
+"""Each patch of docs/details.md applies to its script and trains; so does `--policy beta`."""
 
 import re
 import types
