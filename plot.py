@@ -215,7 +215,7 @@ def draw_trial(episodes: list[Curve], env_id: str) -> matplotlib.figure.Figure:
 def draw(panels: dict, metric: str, with_time: bool) -> matplotlib.figure.Figure:
     """A row per environment: against steps and, on request, against training time."""
     columns = 1 + with_time
-    figure = matplotlib.figure.Figure(figsize=(5.2 * columns, 3.4 * len(panels)))
+    figure = matplotlib.figure.Figure(figsize=(5.2 * columns + 2, 3.4 * len(panels)))
     grid = figure.subplots(len(panels), columns, sharey="row", squeeze=False)
     labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     name = {"eval/return": "return", "episode/return": "training return"}.get(metric, metric)
@@ -238,7 +238,9 @@ def draw(panels: dict, metric: str, with_time: bool) -> matplotlib.figure.Figure
         row[0].xaxis.set_major_formatter(EngFormatter(sep=""))
         if any(training for _, training in lines.values()):
             row[0].plot([], [], color=GRAY, label="training return", **FAINT)
-        row[0].legend()
+        # Outside the axes, where it hides no curve.
+        handles, names = row[0].get_legend_handles_labels()
+        row[-1].legend(handles, names, loc="upper left", bbox_to_anchor=(1, 1))
         if with_time:
             row[1].set(xlabel="training time (s)")
     return figure

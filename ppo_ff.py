@@ -11,7 +11,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_ff.py --num-seeds 5
 
-Return 500 ± 0 on CartPole-v1: 340k steps/s, 19 s in all on two CPU cores.
+Return 500 ± 0 on CartPole-v1: 440k steps/s, 13 s in all on two CPU cores.
 """
 
 # /// script

@@ -11,7 +11,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_rnn.py --env-id MiniGrid-Empty-6x6 --num-envs 8192
 
-Return 0.9556 ± 0.0003 over 5 seeds; 59k steps/s, 71 s in all on two CPU cores.
+Return 0.9556 ± 0.0003 over 5 seeds; 84k steps/s, 47 s in all on two CPU cores.
 """
 
 # /// script
