@@ -1,0 +1,56 @@
+"""Brax tasks, against the unwrapped environment: endings, final observations, resets."""
+
+import brax.envs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import load_script
+
+ENV_ID = "inverted_pendulum"  # terminates when the pole falls
+NUM_STEPS = 24
+
+
+@pytest.fixture(scope="module")
+def env():
+    return brax.envs.get_environment(ENV_ID)
+
+
+def play(module, time_limit, push):
+    """NUM_STEPS steps with a constant action: states before each step, keys and outcomes."""
+    config = module.Config(
+        env_id=f"brax/{ENV_ID}", env_params=f'{{"max_steps_in_episode": {time_limit}}}'
+    )
+    reset, step, *_ = module.make_env(config)
+    keys = jax.random.split(jax.random.key(1), NUM_STEPS)
+    first_obs, first_state = jax.jit(reset)(jax.random.key(0))
+
+    def scan(env_state, key):
+        outcome = step(key, env_state, jnp.array([push]))
+        return outcome[1], (outcome[0], *outcome[2:])
+
+    _, outcomes = jax.jit(lambda state: jax.lax.scan(scan, state, keys))(first_state)
+    return first_obs, keys, *map(np.array, outcomes)
+
+
+@pytest.mark.parametrize("time_limit, push", [(5, 0.0), (1000, 1.0)])
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_obs_norm", "ppo_vtrace"])
+def test_episodes_are_those_of_the_unwrapped_environment(script, time_limit, push, env):
+    outcome = play(load_script(script), time_limit, push)
+    first_obs, keys, obs, reward, terminated, truncated, next_obs = outcome
+    reset, step = jax.jit(env.reset), jax.jit(env.step)
+    state, age = reset(jax.random.key(0)), 0
+    np.testing.assert_allclose(first_obs, state.obs, atol=1e-6)
+    for t in range(NUM_STEPS):
+        state, age = step(state, jnp.array([push])), age + 1
+        fell = bool(state.done)
+        np.testing.assert_allclose(next_obs[t], state.obs, atol=1e-4)
+        np.testing.assert_allclose(reward[t], state.reward, atol=1e-4)
+        assert terminated[t] == fell and truncated[t] == (age == time_limit and not fell)
+        if fell or age == time_limit:
+            state, age = reset(keys[t]), 0  # a new state, not that of the first reset
+            assert not np.allclose(state.obs, first_obs)
+        np.testing.assert_allclose(obs[t], state.obs, atol=1e-4)
+    ends = truncated if time_limit < NUM_STEPS else terminated
+    assert ends.sum() >= 2
+    assert not (terminated if time_limit < NUM_STEPS else truncated).any()
