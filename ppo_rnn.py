@@ -11,7 +11,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_rnn.py --env-id MiniGrid-Empty-6x6 --num-envs 8192
 
-Return 0.9556 ± 0.0003 over 5 seeds; 84k steps/s, 47 s in all on two CPU cores.
+Return 0.9556 ± 0.0003 (5 seeds); one seed: 84k steps/s, 47 s in all on two CPU cores.
 """
 
 # /// script
@@ -69,7 +69,7 @@ class Config:
     update_epochs: int = 1  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int = 8  # features per tile
-    conv_size: int = 8  # channels of the first convolution; each later one doubles them
+    conv_size: int = 8  # channels of the first convolution; later ones double them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
@@ -92,7 +92,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run folder's first seed
+    init_from: str = ""  # run folder to start from: the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -121,7 +121,7 @@ class Config:
 # ------------------------------------ environment
 class Observation(NamedTuple):
     grid: jax.Array  # [V, V, 2] uint8, tile and color in view
-    direction: jax.Array  # [] of the agent, 0 to 3
+    direction: jax.Array  # [] the agent's, 0 to 3
     prev_action: jax.Array  # [] -1 if none
     prev_reward: jax.Array  # [] 0 if none
 
@@ -214,7 +214,7 @@ class GRU(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic that share the encoder and the memory."""
+    """Actor and critic share memory and encoder (of xminigrid's tiles)."""
 
     num_actions: int
     config: Config
@@ -363,7 +363,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorting packed (bits, row) beats argsort by 20%."""
+    """A random permutation: training is 20% faster than with plain argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -487,7 +487,7 @@ def make_train(config: Config) -> tuple:
 
         def step_envs(runner, _):
             runner, x = jax.vmap(step, (None, 0))(state.params, runner)  # Transition [N]
-            # Only time limits need this pass; at every step, it costs 18%. Under vmap, a loop
+            # Only time limits need this pass; at every step, it would cost 18%. Under vmap, a loop
             # can skip it, unlike lax.cond; the barrier keeps XLA from hoisting the loop body.
             final = runner._replace(obs=x.next_obs, done=jnp.zeros_like(runner.done))
             once = lambda _, value: critic(jax.lax.optimization_barrier((final, value))[0])

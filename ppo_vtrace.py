@@ -77,7 +77,7 @@ class Config:
     priority_beta: float = 0.4  # initial exponent of the draw's importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
-    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # of continuous actions
+    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # distribution of actions
     normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # units of the encoder and of the cell
     lr: float = 1e-3  # Adam learning rate
@@ -97,7 +97,7 @@ class Config:
     eval_episodes: int = 128  # full episodes per evaluation
     eval_greedy: bool = False  # act greedily during evaluation
     run_dir: str = ""  # run folder to start or continue; empty: a new one
-    init_from: str = ""  # start from the best parameters of this run folder's first seed
+    init_from: str = ""  # run folder to start from: the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -467,7 +467,7 @@ def make_train(config: Config) -> tuple:
     # Parameters live in a plain dict, for optax and the checkpoint; graphdef is the rest.
     build = lambda key: ActorCritic(obs_size, num_actions, policy_type, config, nnx.Rngs(key))
     graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
-    decay = jnp.array([1.0, 1.0, config.gamma])  # per step, of Transition.episode
+    decay = jnp.array([1.0, 1.0, config.gamma])  # per-step factors of Transition.episode
     kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 

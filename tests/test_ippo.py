@@ -846,7 +846,7 @@ def test_without_jaxmarl_the_default_is_rings_and_others_name_the_extra(monkeypa
     for name in [name for name in sys.modules if name.split(".")[0] == "jaxmarl"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jaxmarl", None)
-    with pytest.raises(ippo.ConfigError, match=r"pip install jaxmarl"):
+    with pytest.raises(ippo.ConfigError, match=r"pip install 'jaxmarl\[mabrax\]'"):
         ippo.make_train(ippo.Config(env_id="MPE_simple_spread_v3"))
 
 
@@ -854,6 +854,19 @@ def test_parameters_that_do_not_exist():
     for params in ('{"size": 3}', "{size"):
         with pytest.raises(ippo.ConfigError, match="env_params"):
             ippo.make_train(small(env_id="rings", env_params=params))
+
+
+@needs_jaxmarl
+@pytest.mark.parametrize(
+    ("env_id", "params"),
+    [
+        ("MPE_simple_spread_v3", '{"action_type": "continuous"}'),  # NotImplementedError
+        ("MPE_simple_speaker_listener_v4", '{"num_agents": 3}'),  # AssertionError
+    ],
+)
+def test_parameters_that_jaxmarl_rejects(env_id, params):
+    with pytest.raises(ippo.ConfigError, match="env_params"):
+        ippo.make_env(small(env_id=env_id, env_params=params))
 
 
 @needs_jaxmarl
@@ -985,14 +998,16 @@ def test_the_clock_of_every_family_is_in_its_state(env_id):
 
 @needs_jaxmarl
 @pytest.mark.parametrize(
-    "env_id, share",
+    "env_id, params, share",
     [
-        ("MPE_simple_speaker_listener_v4", True),  # 3 and 5 actions, observations of 3 and 11
-        ("MPE_simple_facmac_v1", False),  # continuous
+        ("MPE_simple_speaker_listener_v4", "", True),  # 3 and 5 actions, observations of 3 and 11
+        ("MPE_simple_facmac_v1", "", False),  # continuous
+        ("HeuristicEnemySMAX/3m", '{"action_type": "continuous"}', True),  # its mask is discrete
     ],
 )
-def test_environments_of_jaxmarl_train(env_id, share, no_evaluation):
-    config = small(env_id=env_id, share_parameters=share, num_envs=2, num_steps=32)
+def test_environments_of_jaxmarl_train(env_id, params, share, no_evaluation):
+    changes = {"share_parameters": share, "num_envs": 2, "num_steps": 32}
+    config = small(env_id=env_id, env_params=params, **changes)
     _, after, metrics = train(config)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
     assert np.isfinite(metrics["loss/total"]).all()

@@ -254,6 +254,7 @@ def test_options_mean_the_same_in_every_script():
     differ = ("env_id", "env_params", "num_steps", "hidden_size", "lr", "ent_coef", "vf_coef")
     differ += ("target_kl",)  # ippo stops the actor alone
     differ += ("policy",)  # ppo_vtrace has no Beta policy
+    differ += ("benchmark_id",)  # ppo_meta takes a file too
     seen = {}
     for script in SCRIPTS:
         lines = text_of(script).splitlines()
