@@ -12,7 +12,7 @@ has learned too; q predicts returns. One update:
                  + 0.2 cross_entropy(returns, q), reduced by one Adam step
 
 Values and targets match the original's to 1e-9 in float64 (tests/test_disco.py). As there, a time
-limit counts as a termination, and the step after an episode's end has no loss. Deviation: num_envs,
+limit counts as a termination, and the first step after a reset has no loss. Deviation: num_envs,
 replay_size and replay_batch are totals over devices. `--rule` offers two baselines.
 
 Shapes: L steps, T = L - 1 with a successor, A actions, D devices, S seeds; N, B, C are per device.
@@ -90,7 +90,7 @@ class Config:
     model_size: int = 128  # width of the LSTM that models the effect of an action
     branch_size: int = 128  # width of the layers between LSTM and outputs
     lr: float | None = None  # Adam learning rate; None: 1e-2 (baselines: 5e-4, 1e-3)
-    max_update: float = 1.0  # clipping range of each entry of Adam's step
+    max_update: float = 1.0  # clip entries of Adam's step to this, before lr
     gamma: float = 0.997  # discount factor
     trace_lambda: float = 0.95  # trace decay of Retrace and of actor_critic's V-trace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages
@@ -189,7 +189,7 @@ class AgentOutput(NamedTuple):
 
     logits: jax.Array  # [..., A] policy
     y: jax.Array | None = None  # [..., 600] of meta-learned meaning
-    z: jax.Array | None = None  # [..., A, 600] the same for each action
+    z: jax.Array | None = None  # [..., A, 600] the same, for each action
     aux_pi: jax.Array | None = None  # [..., A, A] policy one step after each action
     q: jax.Array | None = None  # [..., A, 601] categorical return after each action
     value: jax.Array | None = None  # [..., 601] categorical return
@@ -631,7 +631,7 @@ def value_loss(logits, target):
 
 
 def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Config):
-    """(loss, metrics) of losses [T, B], averaged over all but the steps after episode ends."""
+    """(loss, metrics) of losses [T, B], averaged without the first step after each reset."""
     losses["policy/entropy"] = distrax.Categorical(output.logits[:-1]).entropy()
     mask = ~batch.reset[:-1]
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
@@ -753,7 +753,7 @@ def make_train(config: Config) -> tuple:
     if config.num_steps < 2 or trajectories < max(config.num_envs, config.replay_batch):
         least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
         least += -least % (config.num_evals * config.batch_size)
-        options = f"num_steps >= 2, replay_size and total_timesteps (>= {least})"
+        options = f"num_steps >= 2, replay_size >= replay_batch, total_timesteps >= {least}"
         raise ConfigError(f"too few trajectories ({trajectories}) or steps: check {options}")
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)

@@ -80,7 +80,7 @@ class Config:
     model_size: int = 64  # width of the LSTM that models the effect of an action
     branch_size: int = 64  # width of the layer between that LSTM and each of its outputs
     lr: float = 1e-2  # Adam learning rate of the agents
-    max_update: float = 1.0  # clipping range of each entry of Adam's step
+    max_update: float = 1.0  # clip entries of Adam's step to this, before lr
     gamma: float = 0.997  # discount factor
     trace_lambda: float = 0.95  # trace decay of Retrace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages (critics' too)
@@ -209,7 +209,7 @@ def regularizer(targets: disco.MetaTargets, target_logits):
 
 
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
-    """One step of the squashed value toward itself plus the normalized V-trace error."""
+    """One step of the critic toward its squashed value plus the V-trace error / its std."""
     output, advantage = critic_advantage(agent.critic, logits, batch, config)
     moments = agent.moments.update(advantage, config.ema_decay)
     _, std = moments.mean_and_std()

@@ -323,7 +323,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, co
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: training is 20% faster than with plain argsort."""
+    """A random permutation. Packing the row into the low bits trains 20% faster than argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
@@ -453,7 +453,7 @@ def make_train(config: Config) -> tuple:
         error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
         metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
         metrics["optim/lr"] = learning_rate(state.update)
-        if config.drift == "adaptive_kl":  # last epoch's mean KL, before each gradient step
+        if config.drift == "adaptive_kl":  # last epoch's mean, each minibatch before its step
             kl, desired_kl = metrics["policy/kl"], config.adaptive_kl_target
             state = state._replace(kl_coef=adapt_kl_coef(state.kl_coef, kl, desired_kl))
         metrics |= episode_stats(rollout)

@@ -13,7 +13,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_obs_norm.py --num-seeds 5
 
-Return -154 ± 5 on Pendulum-v1: 360k steps/s, 14 s in all on two CPU cores.
+Return -154 ± 5 (5 seeds) on Pendulum-v1: 360k steps/s, 14 s in all on two CPU cores.
 """
 
 # /// script
@@ -390,7 +390,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: training is 20% faster than with plain argsort."""
+    """A random permutation. Packing the row into the low bits trains 20% faster than argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits

@@ -4,7 +4,7 @@ Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from th
 collected the rollout. Here every minibatch recomputes its advantages under the current policy and
 value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
 et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
-segments without replacement, favoring large advantages, a bias that weighted losses reduce. Also:
+segments without replacement, favoring large advantages; weighted losses reduce this bias. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
 - raw actions are stored; only the environment receives them clipped or squashed to its bounds;
@@ -382,7 +382,7 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
     All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
     `next_value` the value of the true next observation, and `done` is terminated | truncated. With
     ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target). The
-    advantage holds its own capped ratio and ppo_loss applies another; V-trace has only one.
+    advantage contains a capped ratio and ppo_loss applies the ratio again; V-trace does so once.
     """
     # Only a termination stops the bootstrap; either ending cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
@@ -458,7 +458,7 @@ def make_train(config: Config) -> tuple:
         raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
     if not num_drawn or num_drawn % config.num_minibatches:
         multiple = f"a positive multiple of num_minibatches = {config.num_minibatches}"
-        raise ConfigError(f"{num_drawn} segments drawn per device: not {multiple}")
+        raise ConfigError(f"num_envs * draw_fraction is {num_drawn} per device: not {multiple}")
     if config.updates_per_eval < 1:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions, is_discrete = make_env(config)
