@@ -159,7 +159,7 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
     env_state, reward, done) and the number of actions. When an episode ends, `step` starts the next
-    of the trial (env_state.episode counts; obs.new_episode is True), or, if done, a training trial.
+    of the trial (index env_state.episode, obs.new_episode is True), or, if done, a training trial.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -251,7 +251,7 @@ class ActorCritic(nn.Module):
         dtype = jnp.bfloat16 if config.bf16 else jnp.float32
         if config.img_obs:
             x = self.embed_pixels(obs.grid, dtype)
-        else:  # one-hot product: so is its gradient, not a scatter
+        else:  # one-hot product: its gradient is no scatter
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             embed = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)

@@ -226,7 +226,7 @@ class ActorCritic(nn.Module):
         dtype = jnp.bfloat16 if config.bf16 else jnp.float32
         if config.img_obs:
             x = self.embed_pixels(obs.grid, dtype)
-        else:  # one-hot product: so is its gradient, not a scatter
+        else:  # one-hot product: its gradient is no scatter
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             embed = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)
