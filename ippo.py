@@ -75,8 +75,8 @@ class Config:
     num_steps: int = 128  # rollout length
     # Algorithm
     share_parameters: bool = True  # one network for all agents, not one each
-    actor_epochs: int = 2  # passes of the actor over each rollout
-    critic_epochs: int = 2  # passes of the critic over each rollout
+    actor_epochs: int = 2  # epochs of the actor per rollout
+    critic_epochs: int = 2  # epochs of the critic per rollout
     num_minibatches: int = 4  # minibatches per epoch
     hidden_size: int = 64  # width of the dense layers
     actor_lr: float = 3e-3  # Adam learning rate of the actor
@@ -88,7 +88,7 @@ class Config:
     clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop the actor after an epoch whose approximate KL is higher
+    target_kl: float | None = None  # stop the actor after an epoch with approximate KL above this
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -203,7 +203,7 @@ def make_env(config: Config) -> tuple:
 
     Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
     terminated, truncated, next_obs), the agents' names, and whether actions are continuous (`step`
-    clips to [-1, 1]). Arrays but env_state have a leading axis K. `step` resets after an episode:
+    clips to [-1, 1]). All but env_state have a leading axis K. `step` resets after an episode:
     `obs` then starts the next one, but `next_obs` is the true final observation.
     """
     env = load_env(config)
@@ -244,7 +244,7 @@ def make_env(config: Config) -> tuple:
         if continuous:
             action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
         actions = dict(zip(names, action, strict=True))
-        # Step also with the counter at zero: an episode that ends even then is terminated.
+        # Also step with the counter at zero: an episode that ends even then is terminated.
         _, _, _, done_anyway, _ = env.step_env(step_key, REWIND[family](env_state), actions)
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
         # SMAX pays dead agents too: they stay active.
