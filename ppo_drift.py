@@ -323,7 +323,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, co
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Packing the row into the low bits trains 20% faster than argsort."""
+    """A random permutation. Packing rows into low bits trains CartPole 20% faster than argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # leaves too few random bits
