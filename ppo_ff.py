@@ -67,7 +67,7 @@ class Config:
     num_minibatches: int = 16  # minibatches per epoch
     network: Literal["auto", "mlp"] = "auto"  # auto: a CNN for images, an MLP otherwise
     hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 for a CNN
-    lr: float | None = None  # Adam learning rate; None: 2e-3, or 1e-2 for a CNN
+    lr: float | None = None  # Adam learning rate; None: 2e-3, or 5e-3 for a CNN
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
@@ -308,7 +308,7 @@ def make_train(config: Config) -> tuple:
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):
-        lr = (1e-2 if is_cnn else 2e-3) if config.lr is None else config.lr
+        lr = (5e-3 if is_cnn else 2e-3) if config.lr is None else config.lr
         return jnp.float32(lr * (1 - config.anneal_lr * update / config.num_updates))
 
     def optimizer(update):
