@@ -54,7 +54,9 @@ class Task(NamedTuple):
     patches: dict[str, list[tuple[str, str]]] = {}  # of systems: replacements in the script's text
 
 
-MINATAR = "--num-envs 64 --total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
+MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
+MINATAR_64 = f"--num-envs 64 {MINATAR}"  # as many environments as PureJaxRL
+MINATAR_PRESET = f"{MINATAR_64} --lr 1e-2"  # docs/ppo_ff.md
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 
@@ -82,8 +84,14 @@ def continuous(env_id: str, threshold: float) -> Task:
 
 def minatar(game: str, threshold: float) -> Task:
     env_id = f"{game}-MinAtar"
-    ours, peer = f"--env-id {env_id} {MINATAR}", f"ENV_NAME={env_id} {PURE_MINATAR}"
-    return Task(env_id, threshold, 5, {"ppo_ff": ours, "purejaxrl": peer})
+    ours = {
+        "ppo_ff": MINATAR,
+        "ppo_ff 64 envs": MINATAR_64,
+        "ppo_ff 64 envs lr 1e-2": MINATAR_PRESET,
+    }
+    systems = {name: f"--env-id {env_id} {options}" for name, options in ours.items()}
+    systems["purejaxrl"] = f"ENV_NAME={env_id} {PURE_MINATAR}"
+    return Task(env_id, threshold, 5, systems)
 
 
 def minigrid(name: str, threshold: float, options: str = "", xland: bool = False) -> Task:
@@ -176,7 +184,7 @@ SECTIONS = {
     "Drifts": [
         drifts("CartPole-v1", 475),
         drifts("Acrobot-v1", -100),
-        drifts("Breakout-MinAtar", 20, MINATAR),
+        drifts("Breakout-MinAtar", 20, MINATAR_64),
     ],
     "MiniGrid": [
         minigrid("Empty-6x6", 0.94, "--num-envs 8192", xland=True),
@@ -227,13 +235,13 @@ SECTIONS = {
 }
 
 
-def ablate(title: str, script: str, changes: dict) -> Task:
-    """The task of that title with five seeds, each system the script with one change."""
+def ablate(title: str, system: str, changes: dict) -> Task:
+    """The task of that title with five seeds: the system, then with one change each."""
     base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
-    options = base.systems[script]
-    systems, patches = {}, {}
+    options = base.systems[system]
+    systems, patches = {system: options}, {}
     for label, change in changes.items():
-        name = f"{script} {label}"
+        name = f"{system} {label}"
         is_option = isinstance(change, str)
         systems[name] = f"{options} {change}" if is_option else options
         if not is_option:
@@ -243,7 +251,7 @@ def ablate(title: str, script: str, changes: dict) -> Task:
 
 ABLATIONS = [
     ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
-    ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN),
+    ablate("Asterix-MinAtar", "ppo_ff 64 envs", ablations.PPO | ablations.CNN),
     ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
 ]
@@ -681,19 +689,19 @@ def ablation_tables() -> str:
     """One table per task: the script, then each of its changes."""
     text = ""
     for task in ABLATIONS:
-        script = next(iter(task.systems)).split()[0]
-        rows = [Row(task._replace(systems={script: ""}), script)]
-        rows += [Row(task, system) for system in task.systems]
+        base = next(iter(task.systems))
+        rows = [Row(task, system) for system in task.systems]
         found = [row for row in rows if (RESULTS / f"{row.name}.csv").exists()]
         if len(found) < 2:
             continue
-        text += f"\n### {task.title}, `{script}.py`\n{ABLATION_HEADER}"
+        script, *label = base.split(maxsplit=1)
+        text += f"\n### {' '.join([f'{task.title}, `{script}.py`', *label])}\n{ABLATION_HEADER}"
         for row in found:
             curve = read_curve(RESULTS / f"{row.name}.csv")
             final = final_returns(curve)
             low, high = bootstrap(final[None])[:, 0]
             cells = [
-                f"[{row.system.removeprefix(script).strip() or 'none'}]({CSVS}/{row.name}.csv)",
+                f"[{row.system.removeprefix(base).strip() or 'none'}]({CSVS}/{row.name}.csv)",
                 f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
                 f"{final.mean():.4g} ± {three_digits(final.std())}",
                 str(len(final)),
