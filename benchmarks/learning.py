@@ -226,7 +226,6 @@ SECTIONS = {
             5,
             {
                 "disco": "",
-                "disco random": "--weights random",
                 "disco policy_gradient": "--rule policy_gradient --total-timesteps 3e4",
                 "disco actor_critic": "--rule actor_critic --total-timesteps 3e4",
             },

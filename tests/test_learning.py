@@ -22,8 +22,8 @@ RUNS = {  # script, options and the lowest return allowed; the best are 500, abo
     "Pendulum": ("ppo_continuous", {"total_timesteps": 400_000}, -400),
     "Pendulum, squashed": (
         "ppo_continuous",
-        {"total_timesteps": 300_000, "lr": 3e-3, "policy": "tanh_gaussian"},
-        -500,
+        {"total_timesteps": 400_000, "policy": "tanh_gaussian"},
+        -400,
     ),
     "Pendulum, normalized": (
         "ppo_obs_norm",
