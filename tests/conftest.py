@@ -69,6 +69,12 @@ TINY = {  # what differs from SMALL
 TINY["ppo_meta"] = TINY["ppo_rnn"]
 
 
+def pytest_collection_modifyitems(items):
+    """Two workers take file after file: short ones at the end keep both busy."""
+    short = ("brax", "drift", "numerics", "obs_norm", "packaging", "patches", "processes", "report")
+    items.sort(key=lambda item: item.path.stem.removeprefix("test_") in short)
+
+
 def pytest_unconfigure():
     if OWN_CACHE:
         shutil.rmtree(os.environ[CACHE], ignore_errors=True)

@@ -297,10 +297,7 @@ SMALL_ENV = {
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
-    """Its source without the last line trains in a namespace that knows of no file and no argv.
-
-    Other tests compile the same programs, which the cache then holds.
-    """
+    """Its source without the last line trains in a namespace that knows of no file and no argv."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     notebook = types.ModuleType("notebook")
