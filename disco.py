@@ -114,7 +114,7 @@ class Config:
             low = 0 if name in ("seed", "ent_coef", "vf_coef", *fractions) else 1e-12
             high = 0.9999 if name == "ema_decay" else 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
+                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
 
     @property
     def batch_size(self) -> int:
@@ -321,7 +321,7 @@ def load_weights(source: str) -> MetaNetwork:
     def load(layer):
         w, b = arrays[f"{layer.name}/w"], arrays[f"{layer.name}/b"]
         if w.shape != layer.shape or b.shape != layer.shape[-1:]:
-            raise ValueError(f"{layer.name} has shape {w.shape}, not {layer.shape}")
+            raise ValueError(f"{layer.name} must have shape {layer.shape}")
         return Linear(w.reshape(w.shape[-2:]), b)
 
     try:
@@ -750,11 +750,11 @@ def make_train(config: Config) -> tuple:
         names = "num_envs, replay_size, replay_batch"
         raise ConfigError(f"{names} = {sizes}: not divisible by {num_devices} devices")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
-    if config.num_steps < 2 or trajectories < max(config.num_envs, config.replay_batch):
-        least = max(config.num_envs, config.replay_batch) * max(config.num_steps, 2)
+    most = max(config.num_envs, config.replay_batch)
+    if config.num_steps < 2 or trajectories < most:
+        least = most * max(config.num_steps, 2)
         least += -least % (config.num_evals * config.batch_size)
-        options = f"num_steps >= 2, replay_size >= replay_batch, total_timesteps >= {least}"
-        raise ConfigError(f"too few trajectories ({trajectories}) or steps: check {options}")
+        raise ConfigError(f"need num_steps >= 2, replay_size >= {most}, total_timesteps >= {least}")
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None
@@ -911,11 +911,11 @@ def main(config: Config) -> dict:
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
     calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

@@ -105,8 +105,8 @@ class Config:
             low = 2 if name in ("num_steps", "valid_steps") else low
             high = 0.9999 if name == "ema_decay" else 1 if name in fractions else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                bound = "> 0" if low == 1e-12 else f">= {low}"
-                raise ConfigError(f"{name} = {value} must be {bound}, <= {high:g}")
+                bound = "(0" if low == 1e-12 else f"[{low}"
+                raise ConfigError(f"{name} = {value} is not in {bound}, {high:g}]")
 
     @property
     def num_seeds(self) -> int:
@@ -397,11 +397,11 @@ def main(config: Config) -> dict:
     saved = state = disco.restore(init(keys), config, run_dir)
     num_updates = config.updates_per_eval * config.num_evals
     calls = range(1 + int(state.update.max()), 1 + num_updates, config.updates_per_eval)
-    bar = tqdm.tqdm(calls, str(run_dir))
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
+    bar = tqdm.tqdm(calls, str(run_dir))
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
     train_seconds = 0.0

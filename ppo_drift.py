@@ -1,8 +1,8 @@
 """PPO with a choice of drift: what keeps the new policy near the old one.
 
 The surrogate is ratio * advantage - drift (mirror learning: Kuba et al. 2022, arXiv 2201.02373);
-clipping, KL penalties, and Discovered and Simple Policy Optimization (DPO, SPO) differ in the drift
-alone. The rest is ppo_ff.py: PPO (Schulman et al. 2017, 1707.06347) with generalized advantage
+clipping, KL penalties, discovered (DPO) and simple policy optimization (SPO) differ only in the
+drift. The rest is ppo_ff.py: PPO (Schulman et al. 2017, 1707.06347) with generalized advantage
 estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
 one XLA program. Deliberate deviations from the papers or from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
@@ -98,7 +98,7 @@ class Config:
             low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
+                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
 
     @property
     def batch_size(self) -> int:
@@ -240,7 +240,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
     terminated | truncated. Returns (advantage, target).
     """
-    # Only a termination stops the bootstrap; either ending cuts the trace.
+    # Only a termination stops the bootstrap; any episode end cuts the trace.
     delta = reward + gamma * (1.0 - terminated) * next_value - value
     decay = gamma * gae_lambda * (1.0 - done)
 
@@ -323,10 +323,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, kl_coef, co
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Packing rows into low bits trains CartPole 20% faster than argsort."""
+    """A random permutation. Rows in the low bits: CartPole trains 20% faster than with argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # leaves too few random bits
+    if row_bits > 16:  # too few random bits left
         return jnp.argsort(bits)
     return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
@@ -423,7 +423,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Run epochs until approx_kl exceeds target_kl. Returns state, last epoch's metrics."""
+        """Drop epochs once approx_kl exceeds target_kl. Returns state, last kept metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -561,11 +561,11 @@ def main(config: Config) -> dict:
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
     calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

@@ -67,7 +67,7 @@ class Config:
     # Algorithm
     update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
-    policy: Literal["gaussian", "tanh_gaussian", "beta"] = "gaussian"  # distribution of actions
+    policy: Literal["gaussian", "tanh_gaussian", "beta"] = "gaussian"  # for continuous actions
     normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # width of the dense layers
     lr: float = 1e-3  # Adam learning rate
@@ -96,7 +96,7 @@ class Config:
             low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
+                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
 
     @property
     def batch_size(self) -> int:
@@ -175,7 +175,7 @@ def make_brax_env(config: Config) -> tuple:
     def step(key, env_state, action):
         last = env.step(env_state, action)
         done, truncated = last.done > 0, last.info["truncation"] > 0
-        # Brax does not reset itself; its own wrapper would always reset to the same state.
+        # Brax's own auto-reset would always return to the same state.
         env_state = optax.tree.where(done, env.reset(key), last)
         return env_state.obs, env_state, last.reward, done & ~truncated, truncated, last.obs
 
@@ -188,7 +188,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 
 class GaussianPolicy(distrax.Independent):
-    """Independent normal distributions; the environment receives the action clipped."""
+    """Independent normal distributions; the environment receives the clipped action."""
 
     def to_env(self, raw: jax.Array) -> jax.Array:
         return jnp.clip(raw, -1.0, 1.0)
@@ -347,7 +347,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
     terminated | truncated. Returns (advantage, target).
     """
-    # Only a termination stops the bootstrap; either ending cuts the trace.
+    # Only a termination stops the bootstrap; any episode end cuts the trace.
     delta = reward + gamma * (1.0 - terminated) * next_value - value
     decay = gamma * gae_lambda * (1.0 - done)
 
@@ -390,10 +390,10 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Packing rows into low bits trains CartPole 20% faster than argsort."""
+    """A random permutation. Rows in the low bits: CartPole trains 20% faster than with argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # leaves too few random bits
+    if row_bits > 16:  # too few random bits left
         return jnp.argsort(bits)
     return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
 
@@ -488,7 +488,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Run epochs until approx_kl exceeds target_kl. Returns state, last epoch's metrics."""
+        """Drop epochs once approx_kl exceeds target_kl. Returns state, last kept metrics."""
 
         def update_epoch(carry, key):
             state, stop = carry
@@ -628,11 +628,11 @@ def main(config: Config) -> dict:
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
     calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

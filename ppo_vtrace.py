@@ -1,8 +1,8 @@
 """Recurrent PPO with V-trace advantages and prioritized segments, written with flax NNX.
 
 Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from the policy that
-collected the rollout. Here every minibatch recomputes its advantages under the current policy and
-value: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
+collected the rollout. Here every minibatch recomputes its advantages under the current actor and
+critic: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
 et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
 segments without replacement, favoring large advantages; weighted losses reduce this bias. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
@@ -69,7 +69,7 @@ class Config:
     # Algorithm
     update_epochs: int = 8  # epochs per rollout
     num_minibatches: int = 8  # minibatches per epoch
-    recompute_advantages: bool = True  # for every minibatch, or once per rollout
+    recompute_advantages: bool = True  # for every minibatch; if off, once per rollout
     rho_clip: float = 1.0  # V-trace's rho-bar: cap on the ratio that weights a TD error
     c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
     draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
@@ -77,7 +77,7 @@ class Config:
     priority_beta: float = 0.4  # initial exponent of the draw's importance weight, annealed to 1
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
-    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # distribution of actions
+    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # for continuous actions
     normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
     hidden_size: int = 64  # units of the encoder and of the cell
     lr: float = 1e-3  # Adam learning rate
@@ -107,7 +107,7 @@ class Config:
             low = 0 if name in (*zero, "priority_beta") else 1e-12
             high = 1 if name in ("gamma", "gae_lambda", "draw_fraction", "priority_beta") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} must be {'>' if low else '>='} 0, <= {high:g}")
+                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
 
     @property
     def batch_size(self) -> int:
@@ -137,7 +137,7 @@ def make_env(config: Config) -> tuple:
     """
     if config.env_id.startswith("brax/"):
         if config.hide_velocity:
-            raise ConfigError("hide_velocity: not on brax")
+            raise ConfigError("hide_velocity does not work with Brax")
         return make_brax_env(config)
     names = gymnax.registered_envs
     if config.env_id not in names:
@@ -196,7 +196,7 @@ def make_brax_env(config: Config) -> tuple:
     def step(key, env_state, action):
         last = env.step(env_state, action)
         done, truncated = last.done > 0, last.info["truncation"] > 0
-        # Brax does not reset itself; its own wrapper would always reset to the same state.
+        # Brax's own auto-reset would always return to the same state.
         env_state = optax.tree.where(done, env.reset(key), last)
         return env_state.obs, env_state, last.reward, done & ~truncated, truncated, last.obs
 
@@ -210,7 +210,7 @@ def dense(inputs: int, features: int, scale: float, rngs: nnx.Rngs) -> nnx.Linea
 
 
 class GaussianPolicy(distrax.Independent):
-    """Independent normal distributions; the environment receives the action clipped."""
+    """Independent normal distributions; the environment receives the clipped action."""
 
     def to_env(self, raw: jax.Array) -> jax.Array:
         return jnp.clip(raw, -1.0, 1.0)
@@ -382,9 +382,9 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
     All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
     `next_value` the value of the true next observation, and `done` is terminated | truncated. With
     ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target). The
-    advantage contains a capped ratio and ppo_loss applies the ratio again; V-trace does so once.
+    advantage contains a capped ratio and ppo_loss applies the ratio again; V-trace applies it once.
     """
-    # Only a termination stops the bootstrap; either ending cuts the trace.
+    # Only a termination stops the bootstrap; any episode end cuts the trace.
     delta = reward + config.gamma * (1.0 - terminated) * next_value - value
     delta *= jnp.minimum(ratio, config.rho_clip)
     decay = config.gamma * config.gae_lambda * (1.0 - done)
@@ -404,7 +404,7 @@ def ppo_loss(params, replay, batch: Transition, advantage, target, weight, confi
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
     All arrays are [B, T, ...], except weight [B] and batch.hidden [B, 1, ...]; the advantage is
-    normalized. Returns scalars (loss, metrics).
+    normalized. Only policy and value loss are weighted. Returns scalars (loss, metrics).
     """
     policy, value, _ = jax.vmap(replay, (None, 0))(params, batch)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
@@ -417,7 +417,7 @@ def ppo_loss(params, replay, batch: Transition, advantage, target, weight, confi
         change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
     value_loss = 0.5 * (weight[:, None] * value_error).mean()
-    entropy = policy.entropy().mean()  # unweighted
+    entropy = policy.entropy().mean()
     loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
     return loss, {
         "loss/total": loss,
@@ -570,7 +570,7 @@ def make_train(config: Config) -> tuple:
         return state._replace(params=params, opt_state=opt_state), metrics
 
     def update_epochs(state, samples):
-        """Run epochs until approx_kl exceeds target_kl. Returns state, last epoch's metrics."""
+        """Drop epochs once approx_kl exceeds target_kl. Returns state, last kept metrics."""
         _, advantage, _ = samples
         priority = jnp.abs(advantage).mean(1) ** config.priority_alpha + 1e-8  # [N]
         progress = state.update / config.num_updates
@@ -582,7 +582,7 @@ def make_train(config: Config) -> tuple:
             weight = probability**-beta
             drawn = (*jax.tree.map(lambda x: x[rows], samples), weight / weight.mean())
             split = lambda x: x.reshape(config.num_minibatches, -1, *x.shape[1:])
-            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...] in draw order
+            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...] by score
             updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
             metrics = jax.tree.map(jnp.mean, metrics)
             state = optax.tree.where(stop, state, updated)
@@ -714,11 +714,11 @@ def main(config: Config) -> dict:
     keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
     saved = state = restore(init(keys), config, run_dir)
     calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     path = run_dir / "summary.json"
     if path.exists() and not calls:
         return json.loads(path.read_text())
     path.unlink(missing_ok=True)  # stale
+    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start

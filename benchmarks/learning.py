@@ -226,6 +226,7 @@ SECTIONS = {
             5,
             {
                 "disco": "",
+                "disco random": "--weights random",
                 "disco policy_gradient": "--rule policy_gradient --total-timesteps 3e4",
                 "disco actor_critic": "--rule actor_critic --total-timesteps 3e4",
             },
@@ -276,7 +277,7 @@ PEER_PACKAGES = {  # named in the CSV besides those of all systems
     "xland": ["xminigrid"],
     "jaxmarl": ["jaxmarl"],
 }
-PEER_SEEDS = {"cleanrl": 3, "xland": 3}  # fewer than ours: these are slow
+SLOW = ("cleanrl", "xland", "disco random")  # three seeds
 
 
 class Row(NamedTuple):
@@ -297,7 +298,7 @@ class Row(NamedTuple):
 
     @property
     def seeds(self) -> int:
-        return PEER_SEEDS.get(self.kind, self.task.seeds)
+        return 3 if self.kind in SLOW or self.system in SLOW else self.task.seeds
 
     @property
     def command(self) -> str:
@@ -481,7 +482,7 @@ def read_curve(path: Path) -> Curve:
 
 
 def final_returns(curve: Curve) -> np.ndarray:
-    """[S] of each seed in the last 5 % of the steps."""
+    """[S] of each seed in the last 5% of the steps."""
     return curve.values[curve.steps > 0.95 * curve.steps[-1]].mean(axis=0)
 
 
@@ -492,7 +493,7 @@ def steps_to(curve: Curve, threshold: float) -> np.ndarray:
 
 
 def median_interval(values: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
-    """Median and its 95 % percentile bootstrap interval; infinities are allowed."""
+    """Median and its 95% percentile bootstrap interval; infinities are allowed."""
     draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
     medians = np.sort(np.quantile(values[draws], 0.5, axis=1, method="higher"))
     low, high = (medians[int(q * (resamples - 1))] for q in (0.025, 0.975))
@@ -585,10 +586,10 @@ Written by `python benchmarks/learning.py --report` from the CSVs in
 [benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
 curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been measured.
 
-- **return**: interquartile mean over seeds and its 95 % bootstrap interval, then mean ± standard
-  deviation, in the last 5 % of the steps. Evaluations on full fresh episodes; training returns
+- **return**: interquartile mean over seeds and its 95% bootstrap interval, then mean ± standard
+  deviation, in the last 5% of the steps. Evaluations on full fresh episodes; training returns
   for a peer that does not evaluate.
-- **steps, seconds to** a threshold: median over seeds and its 95 % bootstrap interval. Seconds are
+- **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
   evaluation and compilation, measured with the systems of an environment taking turns on an idle
   machine: median of the timed calls [slowest, fastest]. An interval of zero width is omitted.
@@ -666,7 +667,7 @@ def report() -> str:
 
 
 def trial_table(rows: list[Row]) -> str:
-    """Returns of the episodes of a trial in the last 5 % of the steps, and last / first."""
+    """Returns of the episodes of a trial in the last 5% of the steps, and last / first."""
     text = ""
     for row in rows:
         lines = (RESULTS / f"{row.name}.csv").read_text().splitlines()

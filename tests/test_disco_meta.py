@@ -357,10 +357,10 @@ def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lr", "nan"], "lr = nan must be > 0"),
-        (["--meta-lr", "-1"], "meta_lr = -1.0 must be > 0"),
-        (["--critic-gamma", "1.5"], "critic_gamma = 1.5 must be >= 0, <= 1"),
-        (["--valid-steps", "1"], "valid_steps = 1 must be >= 2"),
+        (["--lr", "nan"], "lr = nan is not in (0, 1e+18]"),
+        (["--meta-lr", "-1"], "meta_lr = -1.0 is not in (0, "),
+        (["--critic-gamma", "1.5"], "critic_gamma = 1.5 is not in [0, 1]"),
+        (["--valid-steps", "1"], "valid_steps = 1 is not in [2, "),
         (["--env-id", "Catsh-8x8"], "unknown env_id Catsh-8x8: did you mean Catch-8x8"),
         (["--weights", "missing.npz"], "cannot read missing.npz"),
         (["--num-evals", "3"], "num_meta_steps must be >= num_evals = 3"),
