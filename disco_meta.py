@@ -250,7 +250,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = unroll(network, agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # As in the notebook, no ratio weights the mean, and the moments updated here are not stored.
+    # As in the notebook, the mean is not weighted, and the moments updated here are not stored.
     mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
