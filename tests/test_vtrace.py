@@ -193,7 +193,10 @@ def test_hidden_velocities_are_not_observed():
         action = jnp.zeros(1) if env_id == "Pendulum-v1" else jnp.int32(0)
         obs, *_, next_obs = step(jax.random.key(4), env_state, action)
         assert obs.shape == next_obs.shape == (2,)
-    for env_id, message in (("Acrobot-v1", "add Acrobot-v1 to POSITIONS"), ("brax/ant", "with Brax")):
+    for env_id, message in (
+        ("Acrobot-v1", "add Acrobot-v1 to POSITIONS"),
+        ("brax/ant", "with Brax"),
+    ):
         with pytest.raises(module.ConfigError, match=message):
             module.make_env(tiny(module, env_id=env_id, hide_velocity=True))
 
