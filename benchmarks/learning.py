@@ -606,6 +606,12 @@ TRIAL_INTRODUCTION = """
 Returns of the episodes of a trial, on test tasks, which training never draws (mean ± standard
 deviation over seeds):
 """
+LEVEL_INTRODUCTION = """
+Time to PureJaxRL's return at the end (IQM), the level:
+
+| environment | level | system | steps to it | seconds to it |
+|---|---|---|---|---|
+"""
 ABLATION_INTRODUCTION = """
 ## Ablations
 
@@ -663,6 +669,7 @@ def report() -> str:
         text += "```\n"
         trials = [row for row, _ in curves if row.kind == "ppo_meta"]
         text += trial_table(trials) if trials else ""
+        text += level_table(curves, rates) if section == "MinAtar" else ""
     return text + ablation_tables()
 
 
@@ -682,6 +689,21 @@ def trial_table(rows: list[Row]) -> str:
         cells = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (*episodes.T, ratio)]
         link = f"[{row.system}]({CSVS}/{row.name}.csv)"
         text += f"| {row.task.title} | {link} | {' | '.join(cells)} |\n"
+    return text
+
+
+def level_table(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
+    """Steps and seconds of every system to what PureJaxRL returns at the end."""
+    ends = {row.task.title: iqm(final_returns(x)) for row, x in curves if row.kind == "purejaxrl"}
+    text = LEVEL_INTRODUCTION
+    for row, curve in curves:
+        if row.task.title not in ends:
+            continue
+        level, rate = ends[row.task.title], rates.get(row.name)
+        steps = steps_to(curve, level)
+        seconds = interval(steps / rate.median, " s") if rate else ""
+        cells = [row.task.title, f"{level:.3g}", row.system, interval(steps), seconds]
+        text += "| " + " | ".join(cells) + " |\n"
     return text
 
 

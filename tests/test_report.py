@@ -69,6 +69,18 @@ def test_a_curve_is_read_by_seed(tmp_path):
     np.testing.assert_array_equal(learning.steps_to(curve, 4), [200, 200, np.inf])
 
 
+def test_the_level_of_a_peer_is_its_return_at_the_end():
+    task = learning.Task("Pong", 9.0, 2, {"ppo_ff": "", "purejaxrl": ""})
+    steps = np.array([50, 100])
+    ours = learning.Curve({}, steps, np.array([[1.0, 6.0], [7.0, 6.0]]))
+    peer = learning.Curve({}, steps, np.array([[0.0, 1.0], [4.0, 6.0]]))
+    curves = [(learning.Row(task, "ppo_ff"), ours), (learning.Row(task, "purejaxrl"), peer)]
+    table = learning.level_table(curves, {"Pong__ppo_ff": learning.Rate(10.0, 9.0, 11.0)})
+    *_, first, second = table.splitlines()
+    assert first == "| Pong | 5 | ppo_ff | 100 [50, 100] | 10 s [5 s, 10 s] |"
+    assert second == "| Pong | 5 | purejaxrl | never [100, never] |  |"
+
+
 def test_a_missing_training_return_is_interpolated(tmp_path):
     lines = ["# peer: x", "seed,env_steps,return", "0,1,0", "1,1,1", "1,2,3", "0,3,4", "1,3,5"]
     (tmp_path / "x.csv").write_text("\n".join(lines))
