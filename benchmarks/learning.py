@@ -97,6 +97,8 @@ def minatar(game: str, threshold: float) -> Task:
 def minigrid(name: str, threshold: float, options: str = "", xland: bool = False) -> Task:
     env_id = f"MiniGrid-{name}"
     systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
+    if name == "Empty-6x6":
+        systems["ppo_rnn 256 envs"] = f"--env-id {env_id} --total-timesteps 1e6 --num-evals 20"
     if xland:  # with the sizes of ppo_rnn
         sizes = "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
         systems["xland GRU 64"] = f"env_id={env_id} {sizes} eval_episodes=16"
@@ -314,15 +316,20 @@ def all_rows(pattern: str, tasks: list[Task] | None = None) -> list[Row]:
 
 
 # -------------------------------------------- measure
+def make_places(row: Row):
+    """Write the tasks of `Which place pays` once."""
+    places = "runs/places.bz2"
+    if places in row.words and not (ROOT / places).exists():
+        command = [sys.executable, "benchmarks/make_rulesets.py", places]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
 def run_ours(row: Row) -> tuple[np.ndarray, list[str]]:
     """Evaluations [K, 3 + E]: seed, environment steps, return, and those of E episodes of a trial.
 
     Also returns the names of the last E columns.
     """
-    places = ROOT / "runs" / "places.bz2"
-    if row.kind == "ppo_meta" and not places.exists():
-        command = [sys.executable, ROOT / "benchmarks" / "make_rulesets.py", places]
-        subprocess.run(command, check=True)
+    make_places(row)
     run_dir = RUNS / row.name
     words = [*row.words, "--num-seeds", str(row.seeds), "--run-dir", str(run_dir)]
     script = ROOT / f"{row.kind}.py"
@@ -423,6 +430,8 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
     for task in dict.fromkeys(row.task.title for row in rows):
         turns = [row for row in rows if row.task.title == task]
         results = {row.name: [] for row in turns}
+        for row in turns:
+            make_places(row)
         for _ in range(rounds):
             for row in turns:
                 arguments = ("clock_ours", row.kind, row.words)
