@@ -616,9 +616,9 @@ Returns of the episodes of a trial, on test tasks, which training never draws (m
 deviation over seeds):
 """
 LEVEL_INTRODUCTION = """
-Time to PureJaxRL's return at the end (IQM), the level:
+Time to PureJaxRL's final return (IQM over its seeds):
 
-| environment | level | system | steps to it | seconds to it |
+| environment | final return | system | steps to it | seconds to it |
 |---|---|---|---|---|
 """
 ABLATION_INTRODUCTION = """
@@ -702,7 +702,7 @@ def trial_table(rows: list[Row]) -> str:
 
 
 def level_table(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
-    """Steps and seconds of every system to what PureJaxRL returns at the end."""
+    """Steps and seconds of every system to PureJaxRL's final return."""
     ends = {row.task.title: iqm(final_returns(x)) for row, x in curves if row.kind == "purejaxrl"}
     text = LEVEL_INTRODUCTION
     for row, curve in curves:

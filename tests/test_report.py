@@ -69,7 +69,7 @@ def test_a_curve_is_read_by_seed(tmp_path):
     np.testing.assert_array_equal(learning.steps_to(curve, 4), [200, 200, np.inf])
 
 
-def test_the_level_of_a_peer_is_its_return_at_the_end():
+def test_the_level_is_the_final_return_of_the_peer():
     task = learning.Task("Pong", 9.0, 2, {"ppo_ff": "", "purejaxrl": ""})
     steps = np.array([50, 100])
     ours = learning.Curve({}, steps, np.array([[1.0, 6.0], [7.0, 6.0]]))
