@@ -356,8 +356,8 @@ class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
-    env_state: Any
     obs: jax.Array
+    env_state: Any
     done: jax.Array = np.bool(False)  # of the previous step
     episode: jax.Array = np.zeros(2, np.float32)  # of the previous step
 
@@ -705,8 +705,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
 
 def start_episode(env_reset, key) -> RunnerState:
     key, reset_key = jax.random.split(key)
-    obs, env_state = env_reset(reset_key)
-    return RunnerState(key, env_state, obs)
+    return RunnerState(key, *env_reset(reset_key))
 
 
 def step(network: Agent, env_step, params, runner: RunnerState, greedy=False):
@@ -726,7 +725,7 @@ def step(network: Agent, env_step, params, runner: RunnerState, greedy=False):
         reset=runner.done,
         episode=runner.episode * ~runner.done + jnp.stack([reward, 1.0]),
     )
-    return RunnerState(key, env_state, obs, transition.done, transition.episode), transition
+    return RunnerState(key, obs, env_state, transition.done, transition.episode), transition
 
 
 def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerState):
@@ -736,11 +735,11 @@ def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerStat
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed. Raises ConfigError.
+    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
+    unmeasured.
     """
     config = resolve(config)
     num_devices = jax.device_count()

@@ -1,8 +1,7 @@
 """PPO for continuous actions with feed-forward networks, on gymnax and Brax environments.
 
-Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
-estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers or from most implementations:
+PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
+All seeds train and evaluate in one XLA program. Unlike in most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - raw actions are stored; only the environment receives them mapped to its bounds;
@@ -77,7 +76,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -203,9 +202,8 @@ class TanhGaussianPolicy(distrax.Independent):
 
     def entropy(self) -> jax.Array:
         nodes, weights = np.polynomial.hermite_e.hermegauss(16)  # quadrature of E[log_slope]
-        slope_at = lambda node: self.log_slope(self.mean() + self.stddev() * node)
-        mean_slope = jnp.tensordot(weights / weights.sum(), jax.vmap(slope_at)(nodes), 1)
-        return super().entropy() + mean_slope
+        slope = lambda node: self.log_slope(self.mean() + self.stddev() * node)
+        return super().entropy() + jnp.tensordot(weights / weights.sum(), jax.vmap(slope)(nodes), 1)
 
 
 class BetaPolicy(distrax.Independent):
@@ -264,8 +262,8 @@ class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
-    env_state: Any
     obs: jax.Array
+    env_state: Any
     done: jax.Array = np.bool(False)  # of the previous step
     episode: jax.Array = np.zeros(2, np.float32)  # of the previous step
 
@@ -350,11 +348,11 @@ def shuffle(key, size: int) -> jax.Array:
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed. Raises ConfigError.
+    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
+    unmeasured.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -379,8 +377,7 @@ def make_train(config: Config) -> tuple:
 
     def start_episode(key):
         key, reset_key = jax.random.split(key)
-        obs, env_state = env_reset(reset_key)
-        return RunnerState(key, env_state, obs)
+        return RunnerState(key, *env_reset(reset_key))
 
     def step(params, runner, greedy=False):
         """One step of one environment."""
@@ -400,7 +397,7 @@ def make_train(config: Config) -> tuple:
             done=terminated | truncated,
             episode=runner.episode * ~runner.done + jnp.stack([reward, 1.0]),
         )
-        return RunnerState(key, env_state, obs, transition.done, transition.episode), transition
+        return RunnerState(key, obs, env_state, transition.done, transition.episode), transition
 
     def episode_return(params, key):
         unfinished = lambda runner: ~runner.done
@@ -489,7 +486,11 @@ def make_train(config: Config) -> tuple:
         # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
         return jax.lax.map(init_seed, keys)
 
-    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
+    train_seeds = jax.vmap(train_seed, out_axes=(0, 1))
+    if config.num_seeds == 1:  # without vmap: up to 30% faster on CPU
+        alone = jax.vmap(train_seed, None, (0, 1), axis_size=1)
+        train_seeds = lambda state: alone(jax.tree.map(lambda x: x[0], state))
+    train = jax.pmap(train_seeds, "devices", donate_argnums=0)
     return jax.pmap(init, "devices"), train, init_seed, train_seed
 
 

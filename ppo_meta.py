@@ -88,7 +88,7 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     min_advantage_std: float = 0.05  # divide advantages by at least this
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -272,10 +272,6 @@ class ActorCritic(nn.Module):
         value = dense(1, 1.0, dtype)(critic).astype(jnp.float32).squeeze(-1)
         return distrax.Categorical(logits), value, hidden.astype(jnp.float32)
 
-    def one_step(self, obs: Observation, hidden: jax.Array, reset: jax.Array):
-        obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
-        return jax.tree.map(lambda x: x[0], self(obs, hidden, reset))
-
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
         """Render here, 32 x 32 pixels per tile: rollouts store symbols, 1500 times less."""
         with jax.ensure_compile_time_eval():  # the import creates arrays
@@ -308,8 +304,8 @@ class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
-    env_state: Any
     obs: Observation
+    env_state: Any
     hidden: jax.Array  # [H] before reading obs
     done: jax.Array = np.bool(False)  # of the previous step
     trial: jax.Array = np.float32(0)  # [3 + K] of the previous step; set by start_trial
@@ -397,11 +393,11 @@ def shuffle(key, size: int) -> jax.Array:
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed. Raises ConfigError.
+    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
+    unmeasured.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -429,10 +425,11 @@ def make_train(config: Config) -> tuple:
         key, reset_key = jax.random.split(key)
         obs, env_state = env_reset(reset_key, is_test)
         hidden, trial = jnp.zeros(config.hidden_size), jnp.zeros(3 + config.trial_episodes)
-        return RunnerState(key, env_state, obs, hidden, trial=trial)
+        return RunnerState(key, obs, env_state, hidden, trial=trial)
 
     def infer(params, runner):
-        return network.apply(params, runner.obs, runner.hidden, runner.done, method="one_step")
+        obs, reset = jax.tree.map(lambda x: x[None], (runner.obs, runner.done))  # T = 1
+        return jax.tree.map(lambda x: x[0], network.apply(params, obs, runner.hidden, reset))
 
     def step(params, runner, greedy=False):
         """One step of one environment."""
@@ -453,7 +450,7 @@ def make_train(config: Config) -> tuple:
             done=done,
             trial=runner.trial * ~runner.done + increment,
         )
-        runner = RunnerState(key, env_state, obs, hidden, done, transition.trial)
+        runner = RunnerState(key, obs, env_state, hidden, done, transition.trial)
         return runner, transition
 
     def trial_returns(params, key):
@@ -553,7 +550,8 @@ def make_train(config: Config) -> tuple:
         # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
         return jax.lax.map(init_seed, keys)
 
-    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
+    train_seeds = jax.vmap(train_seed, out_axes=(0, 1))
+    train = jax.pmap(train_seeds, "devices", donate_argnums=0)
     return jax.pmap(init, "devices"), train, init_seed, train_seed
 
 

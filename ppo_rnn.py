@@ -1,8 +1,7 @@
 """Recurrent PPO with a GRU, on XLand-MiniGrid environments.
 
-Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with generalized advantage
-estimation (Schulman et al. 2015, arXiv 1506.02438). Training and evaluation of all seeds compile to
-one XLA program. Deliberate deviations from the papers or from most implementations:
+PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
+All seeds train and evaluate in one XLA program. Unlike in most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are divided by a std of at least 0.05, so that noise cannot drown out rare rewards.
@@ -84,7 +83,7 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     min_advantage_std: float = 0.05  # divide advantages by at least this
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # end an update after an epoch whose approximate KL exceeds this
+    target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -246,10 +245,6 @@ class ActorCritic(nn.Module):
         value = dense(1, 1.0, dtype)(critic).astype(jnp.float32).squeeze(-1)
         return distrax.Categorical(logits), value, hidden.astype(jnp.float32)
 
-    def one_step(self, obs: Observation, hidden: jax.Array, reset: jax.Array):
-        obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
-        return jax.tree.map(lambda x: x[0], self(obs, hidden, reset))
-
     def embed_pixels(self, grid: jax.Array, dtype: Any) -> jax.Array:
         """Render here, 32 x 32 pixels per tile: rollouts store symbols, 1500 times less."""
         with jax.ensure_compile_time_eval():  # the import creates arrays
@@ -284,8 +279,8 @@ class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
     key: jax.Array  # [2] raw, so that a checkpoint can hold it
-    env_state: Any
     obs: Observation
+    env_state: Any
     hidden: jax.Array  # [H] before reading obs
     done: jax.Array = np.bool(False)  # of the previous step
     episode: jax.Array = np.zeros(2, np.float32)  # of the previous step
@@ -372,11 +367,11 @@ def shuffle(key, size: int) -> jax.Array:
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed. Raises ConfigError.
+    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed and evaluates it. Metrics [D, updates, S] are NaN if
-    unmeasured. Sweeps map init_seed and train_seed in a "devices" pmap (docs/runs.md).
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
+    unmeasured.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -402,11 +397,11 @@ def make_train(config: Config) -> tuple:
 
     def start_episode(key):
         key, reset_key = jax.random.split(key)
-        obs, env_state = env_reset(reset_key)
-        return RunnerState(key, env_state, obs, jnp.zeros(config.hidden_size))
+        return RunnerState(key, *env_reset(reset_key), jnp.zeros(config.hidden_size))
 
     def infer(params, runner):
-        return network.apply(params, runner.obs, runner.hidden, runner.done, method="one_step")
+        obs, reset = jax.tree.map(lambda x: x[None], (runner.obs, runner.done))  # T = 1
+        return jax.tree.map(lambda x: x[0], network.apply(params, obs, runner.hidden, reset))
 
     def step(params, runner, greedy=False):
         """One step of one environment."""
@@ -428,7 +423,7 @@ def make_train(config: Config) -> tuple:
             done=terminated | truncated,
             episode=runner.episode * ~runner.done + jnp.stack([reward, 1.0]),
         )
-        runner = RunnerState(key, env_state, obs, hidden, transition.done, transition.episode)
+        runner = RunnerState(key, obs, env_state, hidden, transition.done, transition.episode)
         return runner, transition
 
     def episode_return(params, key):
@@ -529,7 +524,8 @@ def make_train(config: Config) -> tuple:
         # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
         return jax.lax.map(init_seed, keys)
 
-    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
+    train_seeds = jax.vmap(train_seed, out_axes=(0, 1))
+    train = jax.pmap(train_seeds, "devices", donate_argnums=0)
     return jax.pmap(init, "devices"), train, init_seed, train_seed
 
 

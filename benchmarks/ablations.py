@@ -35,7 +35,7 @@ NORMALIZATION = {
 MEMORY = {
     "hidden state kept across episodes": [
         ("reset=runner.done,", "reset=runner.done & False,"),
-        ("runner.hidden, runner.done, method", "runner.hidden, runner.done & False, method"),
+        ("(runner.obs, runner.done))", "(runner.obs, runner.done & False))"),
     ],
     "no memory": "--no-memory",
 }

@@ -419,13 +419,17 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         path.write_text("\n".join([*about, header, *lines, ""]))
 
 
+def cpu_model() -> str:
+    names = re.findall(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    return f"{len(names)} x {names[0]}"
+
+
 def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
     """Steps/s of one seed without evaluation, the systems of a task in turns."""
     import speed
 
     path = RESULTS / "clock.csv"
-    lines = path.read_text().splitlines() if path.exists() else []
-    table = {row["name"]: row for row in csv.DictReader(lines)}
+    table = {row["name"]: row for row in read_clock()}
     rows = [row for row in rows if row.kind not in PEERS or row.kind in peers]
     for task in dict.fromkeys(row.task.title for row in rows):
         turns = [row for row in rows if row.task.title == task]
@@ -451,9 +455,10 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
                 "compile_seconds": f"{merged['compile']:.1f}",
                 "commit": commit(next(row for row in turns if row.name == name)),
                 "date": datetime.date.today().isoformat(),
+                "machine": cpu_model(),
             }
             with open(path, "w", newline="") as file:
-                writer = csv.DictWriter(file, table[name])
+                writer = csv.DictWriter(file, table[name], lineterminator="\n")
                 writer.writeheader()
                 writer.writerows(table[key] for key in sorted(table))
 
@@ -593,15 +598,16 @@ INTRODUCTION = """# Results
 
 Written by `python benchmarks/learning.py --report` from the CSVs in
 [benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
-curve. Two cores of a virtual server (AMD EPYC), Python 3.11. No GPU has been measured.
+curve. Python 3.11, no GPU.
 
 - **return**: interquartile mean over seeds and its 95% bootstrap interval, then mean ± standard
   deviation, in the last 5% of the steps. Evaluations on full fresh episodes; training returns
   for a peer that does not evaluate.
 - **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
-  evaluation and compilation, measured with the systems of an environment taking turns on an idle
-  machine: median of the timed calls [slowest, fastest]. An interval of zero width is omitted.
+  evaluation and compilation, on two idle cores of a virtual server ({machines}), with the systems
+  of an environment taking turns: median of the timed calls [slowest, fastest]. An interval of zero
+  width is omitted.
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
   rate or number of environments that was changed is in the name.
@@ -644,6 +650,11 @@ def file_name(section: str) -> str:
     return re.sub(r"\W+", "_", section.lower())
 
 
+def read_clock() -> list[dict[str, str]]:
+    path = RESULTS / "clock.csv"
+    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
+
+
 def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, Rate]]:
     """{section: rows and curves} of the CSVs that exist, and steps/s by name."""
     curves = {}
@@ -652,10 +663,8 @@ def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, Rate]]
         paths = [RESULTS / f"{row.name}.csv" for row in rows]
         found = [(row, path) for row, path in zip(rows, paths, strict=True) if path.exists()]
         curves[section] = [(row, read_curve(path)) for row, path in found]
-    path = RESULTS / "clock.csv"
-    lines = path.read_text().splitlines() if path.exists() else []
     measured = ("steps_per_second", "min", "max")
-    rates = {x["name"]: Rate(*(float(x[k]) for k in measured)) for x in csv.DictReader(lines)}
+    rates = {x["name"]: Rate(*(float(x[k]) for k in measured)) for x in read_clock()}
     return curves, rates
 
 
@@ -664,7 +673,8 @@ def report() -> str:
     results, rates = read_results()
     kinds = {row.kind for curves in results.values() for row, _ in curves}
     peers = "; ".join(text for kind, text in PEERS.items() if kind in kinds)
-    text = INTRODUCTION.format(peers=peers)
+    machines = ", ".join(dict.fromkeys(row["machine"] for row in read_clock()))
+    text = INTRODUCTION.format(peers=peers, machines=machines)
     for section, curves in results.items():
         if not curves:
             continue

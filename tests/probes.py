@@ -199,6 +199,13 @@ def network_of(module, config):
     return network
 
 
+def apply_once(network, params, obs, hidden, reset=False):
+    """The recurrent network on a sequence of one observation -> policy, value [], hidden [H]."""
+    obs = jax.tree.map(lambda x: x[None], obs)
+    outputs = network.apply(params, obs, hidden, jnp.array([reset]))
+    return jax.tree.map(lambda x: x[0], outputs)
+
+
 @functools.cache
 def make_policy(module, config):
     """Returns policy(params, obs, memory) -> distribution, value, memory, of one environment.
@@ -211,7 +218,7 @@ def make_policy(module, config):
     def policy(params, obs, memory):
         if module.SCRIPT == "ppo_rnn":
             memory = jnp.zeros(config.hidden_size) if memory is None else memory
-            return network.apply(params, obs, memory, jnp.bool(False), method="one_step")
+            return apply_once(network, params, obs, memory)
         return *network.apply(params, obs), None
 
     return policy

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xminigrid
 from conftest import ROOT, load_script, tiny
+from probes import apply_once
 from test_cli import compiling_once, flags, learned, run
 
 import enjoy
@@ -248,7 +249,7 @@ def test_return_crosses_episodes_and_stops_at_the_trials_end(monkeypatch):
     hidden, values = jnp.zeros(config.hidden_size), []
     for _ in range(3):
         network = module.ActorCritic(2, config)
-        _, value, hidden = network.apply(params, obs, hidden, jnp.bool(False), method="one_step")
+        _, value, hidden = apply_once(network, params, obs, hidden)
         values.append(float(value))
         obs, env_state, *_ = step(jax.random.PRNGKey(0), env_state, jnp.int32(0))
     np.testing.assert_allclose(values, [1 + 0.8 + 0.64, 1 + 0.8, 1], rtol=0.05)

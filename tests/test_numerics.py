@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+from functools import partial
 
 import distrax
 import flax.linen as nn
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import rlax
 from conftest import SCRIPTS, load_script, tiny
-from probes import network_of, probe_config, probes_for, start, to_numpy
+from probes import apply_once, network_of, probe_config, probes_for, start, to_numpy
 from scipy import stats
 from xminigrid.core.constants import NUM_TILES
 
@@ -231,8 +232,9 @@ def test_shuffle_of_a_large_batch(module, size, ties):
 def initial_params(module, config, obs):
     network = network_of(module, config)
     if module.SCRIPT == "ppo_rnn":
-        memory = (jnp.zeros(config.hidden_size), jnp.bool(False))
-        return network, network.init(jax.random.key(0), obs, *memory, method="one_step")["params"]
+        obs = jax.tree.map(lambda x: x[None], obs)
+        memory = (jnp.zeros(config.hidden_size), jnp.zeros(1, bool))
+        return network, network.init(jax.random.key(0), obs, *memory)["params"]
     return network, network.init(jax.random.key(0), obs)["params"]
 
 
@@ -612,8 +614,7 @@ def test_recurrent_network_is_that_of_flax(rnn):
     expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(6), actor))
     expected_value = nn.Dense(1).apply(layer(7), critic)[0]
 
-    inputs = (obs, hidden, jnp.bool(False))
-    policy, value, after = network.apply({"params": params}, *inputs, method="one_step")
+    policy, value, after = apply_once(network, {"params": params}, obs, hidden)
     np.testing.assert_allclose(jax.nn.log_softmax(policy.logits), expected_logits, atol=1e-5)
     np.testing.assert_allclose(value, expected_value, atol=1e-5)
     np.testing.assert_allclose(after, expected_hidden, atol=1e-5)
@@ -628,7 +629,7 @@ def test_sequence_is_the_same_as_step_by_step(rnn, memory):
     at = lambda t: jax.tree.map(lambda x: x[t], obs)
     network, params = initial_params(rnn, config, at(0))
     apply = jax.jit(network.apply)
-    one_step = jax.jit(lambda *args: network.apply(*args, method="one_step"))
+    one_step = jax.jit(partial(apply_once, network))
     first_hidden = jax.random.normal(jax.random.key(4), (8,))
     for resets in ([], [0], [2, 3]):
         reset = jnp.zeros(steps, bool).at[jnp.array(resets, int)].set(True)
