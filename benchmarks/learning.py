@@ -605,9 +605,9 @@ curve. Python 3.11, no GPU.
   for a peer that does not evaluate.
 - **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
-  evaluation and compilation, on two idle cores of a virtual server ({machines}), with the systems
-  of an environment taking turns: median of the timed calls [slowest, fastest]. An interval of zero
-  width is omitted.
+  evaluation and compilation, on two idle cores of a virtual server, with the systems of an
+  environment taking turns: median of the timed calls [slowest, fastest]. An interval of zero width
+  is omitted.
 - Our scripts run with their defaults, except for the options in the command. Peers run with their
   published settings for the environment, else with those of their default environment; a learning
   rate or number of environments that was changed is in the name.
@@ -673,12 +673,15 @@ def report() -> str:
     results, rates = read_results()
     kinds = {row.kind for curves in results.values() for row, _ in curves}
     peers = "; ".join(text for kind, text in PEERS.items() if kind in kinds)
-    machines = ", ".join(dict.fromkeys(row["machine"] for row in read_clock()))
-    text = INTRODUCTION.format(peers=peers, machines=machines)
+    machine_of = {row["name"]: row["machine"] for row in read_clock()}
+    text = INTRODUCTION.format(peers=peers)
     for section, curves in results.items():
         if not curves:
             continue
-        text += f"\n## {section}\n{HEADER}"
+        machines = {machine_of[row.name] for row, _ in curves if row.name in machine_of}
+        text += f"\n## {section}\n"
+        text += f"\nSteps/s on: {', '.join(sorted(machines))}.\n" if machines else ""
+        text += HEADER
         text += "\n".join(table_row(row, x, rates.get(row.name)) for row, x in curves)
         text += f"\n\n![Learning curves: {section}](results/{file_name(section)}.png)\n\n"
         text += "Commands:\n\n```bash\n"
