@@ -735,11 +735,11 @@ def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerStat
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
+    """Returns init, train and (for sweeps: docs/runs.md) init_seed, train_seed. Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
-    unmeasured.
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN
+    where unmeasured.
     """
     config = resolve(config)
     num_devices = jax.device_count()

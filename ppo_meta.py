@@ -393,11 +393,11 @@ def shuffle(key, size: int) -> jax.Array:
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
+    """Returns init, train and (for sweeps: docs/runs.md) init_seed, train_seed. Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
-    unmeasured.
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN
+    where unmeasured.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N

@@ -1,7 +1,7 @@
 """Recurrent PPO with a GRU, on XLand-MiniGrid environments.
 
 PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
-All seeds train and evaluate in one XLA program. Unlike in most implementations:
+All seeds train and evaluate in one XLA program. Details that matter:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
 - advantages are divided by a std of at least 0.05, so that noise cannot drown out rare rewards.
@@ -367,11 +367,11 @@ def shuffle(key, size: int) -> jax.Array:
 
 
 def make_train(config: Config) -> tuple:
-    """Returns init, train, init_seed, train_seed (for sweeps: docs/runs.md). Raises ConfigError.
+    """Returns init, train and (for sweeps: docs/runs.md) init_seed, train_seed. Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN if
-    unmeasured.
+    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN
+    where unmeasured.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
