@@ -176,7 +176,7 @@ class ActorCritic(nn.Module):
     def torso(self, obs: jax.Array) -> jax.Array:
         """[...] -> [hidden_size]; each call makes new layers."""
         if self.is_cnn:
-            # im2col: nn.Conv, but 6 times as fast on CPU.
+            # A 3 x 3 nn.Conv as im2col, 6 times as fast on CPU.
             h, w, _ = obs.shape
             patches = [obs[i : h - 2 + i, j : w - 2 + j] for i in range(3) for j in range(3)]
             x = nn.relu(dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1)))  # [h - 2, w - 2, 16]
