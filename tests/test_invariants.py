@@ -140,7 +140,7 @@ def key_after(key, config, updates):
 
 @pytest.fixture(scope="module")
 def calls(module):
-    """The state after four updates: in one call, again, with another seed 1, and in two calls.
+    """The state after four updates: in one call, again, with another seed 1, alone, in two calls.
 
     The two calls evaluate greedily. The evaluation between them draws a key, which is put back.
     """
@@ -163,6 +163,8 @@ def calls(module):
             "again": train(init(device_keys)),
             "other": train(init(device_keys)._replace(params=other)),
         }
+        _, train_one, *_ = module.make_train(dataclasses.replace(config, num_seeds=1))
+        result["single"] = train_one(jax.tree.map(lambda x: x[:, :1], init(device_keys)))
         first, first_metrics = to_numpy(half(init(device_keys)))
         keys = np.array([key_after(key, config, 2) for key in before.key[0]])
         second, second_metrics = half(first._replace(key=keys[None]))
@@ -223,6 +225,16 @@ def test_seeds_are_independent(calls):
     first = lambda x: x[:, :, 0]
     assert_same(jax.tree.map(first, other_metrics), jax.tree.map(first, metrics))
     assert differs(of_seed(whole.params["params"], 1), of_seed(other.params["params"], 1))
+
+
+def test_a_single_seed_is_trained_as_the_first_of_two(calls):
+    """It may be another program, without vmap: same shapes, and same numbers up to rounding."""
+    first = (
+        jax.tree.map(lambda x: x[:, :1], calls["whole"][0]),
+        {name: x[:, :, :1] for name, x in calls["whole"][1].items()},
+    )
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, strict=True)
+    jax.tree.map(close, to_numpy(calls["single"]), to_numpy(first))
 
 
 def test_training_changes_every_parameter(calls):

@@ -119,6 +119,13 @@ def test_diff_between_siblings(parent, child):
     assert f"| `{' '.join(command)}` | {len(changed)} |" in README
 
 
+@pytest.mark.parametrize("script", [*FEED_FORWARD, "ppo_drift", "ppo_vtrace", "ippo"])
+def test_one_seed_without_vmap_is_the_same_in_all_scripts(script):
+    text = text_of("ppo_ff")
+    start = text.index("    train_seeds = jax.vmap(")
+    assert text[start : text.index("\n\n", start)] in text_of(script)
+
+
 @pytest.mark.parametrize("script", BUDGETS)
 def test_the_readme_states_the_number_of_lines(script):
     row = next(line for line in README.splitlines() if line.startswith(f"| [`{script}.py`]"))
