@@ -67,7 +67,6 @@ class Config:
     # Algorithm
     update_epochs: int = 1  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
-    embedding_size: int = 8  # features per tile
     conv_size: int = 8  # channels of the first convolution; later ones double them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
@@ -225,11 +224,10 @@ class ActorCritic(nn.Module):
         dtype = jnp.bfloat16 if config.bf16 else jnp.float32
         if config.img_obs:
             x = self.embed_pixels(obs.grid, dtype)
-        else:  # one-hot product: its gradient is no scatter
+        else:
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
-            embed = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)
-            x = embed(jnp.concatenate([tile, color], axis=-1))  # [T, V, V, embedding_size]
+            x = jnp.concatenate([tile, color], axis=-1)  # [T, V, V, tiles + colors]
         for k in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
             size = x.shape[1] - 1  # im2col: a VALID 2 x 2 nn.Conv, faster on CPU
             patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]
@@ -251,7 +249,7 @@ class ActorCritic(nn.Module):
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jax.vmap(_render_obs)(grid) / 255  # [T, 32 V, 32 V, 3]
-        for features, stride in ((16, 8), (self.config.embedding_size, 4)):
+        for features, stride in ((16, 8), (self.config.conv_size, 4)):
             size = x.shape[1] // stride
             x = x.reshape(len(x), size, stride, size, stride, -1).swapaxes(2, 3)
             x = nn.relu(dense(features, 2**0.5, dtype)(x.reshape(len(x), size, size, -1)))

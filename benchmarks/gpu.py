@@ -38,7 +38,7 @@ CHOICES = {  # name in ideas.py: environments
     "convolution, not a dense layer on patches (Breakout)": 2**14,
     "float32 observations, not bool (Breakout)": 2**14,
     "convolutions, not dense layers on patches (Empty)": 2**13,
-    "embedding as a lookup, not as a product (Empty)": 2**13,
+    "embedding as a lookup of 32 before the first convolution (Empty)": 2**13,
     "argsort, not shuffle (CartPole)": 2**15,
     "jax.random.permutation, not shuffle (CartPole)": 2**15,
 }

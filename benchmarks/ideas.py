@@ -24,9 +24,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
 BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
-EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": 32, "conv_size": 16}
+EMPTY = {"num_envs": 256, "num_minibatches": 8, "conv_size": 16}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
+CONCATENATED = "jnp.concatenate([tile, color], axis=-1)"
 SCAN_GRU = "return jax.lax.scan(step, hidden, (inputs, reset))[1]"
 ROLLOUT = "jax.lax.scan(step_envs, state.runner, None, config.num_steps"
 MINIBATCHES = "jax.lax.scan(update_minibatch, state, minibatches"
@@ -60,23 +61,23 @@ IDEAS = {  # name: script, configuration, replacements
             ),
         ],
     ),
-    "embedding as a lookup, not as a product (Empty)": (
+    "a linear embedding of 32 before the first convolution (Empty)": (
+        "ppo_rnn",
+        EMPTY,
+        [(CONCATENATED, f"nn.Dense(32, use_bias=False)({CONCATENATED})")],
+    ),
+    "embedding as a lookup of 32 before the first convolution (Empty)": (
         "ppo_rnn",
         EMPTY,
         [
             (
-                "x = embed(jnp.concatenate([tile, color], axis=-1))",
-                "constants, size = xminigrid.core.constants, config.embedding_size\n"
-                "            tiles = nn.Embed(constants.NUM_TILES, size)\n"
-                "            colors = nn.Embed(constants.NUM_COLORS, size)\n"
+                f"x = {CONCATENATED}",
+                "constants = xminigrid.core.constants\n"
+                "            tiles = nn.Embed(constants.NUM_TILES, 32)\n"
+                "            colors = nn.Embed(constants.NUM_COLORS, 32)\n"
                 "            x = tiles(obs.grid[..., 0]) + colors(obs.grid[..., 1])",
             )
         ],
-    ),
-    "one-hot input of the first convolution (Empty)": (
-        "ppo_rnn",
-        EMPTY,
-        [("x = embed(jnp.con", "x = (jnp.con")],
     ),
     "a pass of the critic at every step, not only at time limits (Empty)": (
         "ppo_rnn",

@@ -522,7 +522,7 @@ def xland(path, script, options, steps_per_call, calls):
     config = module.TrainConfig(
         num_envs=options["num_envs"],
         num_minibatches=options["num_minibatches"],
-        obs_emb_dim=options["embedding_size"] // 2,  # tile and colour each
+        obs_emb_dim=16,  # its default
         rnn_hidden_dim=64,
         head_hidden_dim=64,
         total_timesteps=steps,
@@ -553,7 +553,7 @@ def xland_meta(path, script, options, steps_per_call, calls):
         num_steps_per_update=options["num_steps"],
         num_minibatches=options["num_minibatches"],
         update_epochs=options["update_epochs"],
-        obs_emb_dim=options["embedding_size"] // 2,  # tile and color each
+        obs_emb_dim=16,  # its default
         rnn_hidden_dim=64,
         head_hidden_dim=64,
         total_timesteps=steps,

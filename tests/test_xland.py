@@ -131,7 +131,7 @@ def test_strided_convolutions_are_those_of_flax():
     """The first layer on pixels, as patches, against nn.Conv with stride 8."""
     import flax.linen as nn
 
-    config = xland(img_obs=True, embedding_size=4)
+    config = xland(img_obs=True, conv_size=4)
     grid = jax.random.randint(jax.random.key(0), (2, 3, 3, 2), 0, 11).astype(jnp.uint8)
 
     class Pixels(ppo_rnn.ActorCritic):
