@@ -10,7 +10,7 @@ only between trials, must carry what earlier episodes taught. To PPO, a trial is
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
-    python ppo_meta.py --num-seeds 3
+    python ppo_meta.py --num-seeds 3 --num-evals 20 --eval-episodes 2048
 
 MemoryS8: return 0.51 ± 0.02 in the first episode, then 0.986 (all 20 layouts occur in training).
 """
@@ -131,16 +131,17 @@ class Observation(NamedTuple):
 
 class EnvState(NamedTuple):
     timestep: Any  # of xminigrid
-    task: jax.Array  # [] of the trial
-    episode: jax.Array  # [] its number in the trial, from 0
+    task: jax.Array  # [] index of the ruleset, or seed of the layout
+    episode: jax.Array  # [] index of the episode within the trial
     step: jax.Array  # [] steps of the trial so far
-    is_test: jax.Array  # [] the trial is part of an evaluation
+    is_test: jax.Array  # [] this is an evaluation
 
 
 def load_tasks(config: Config, env, params) -> tuple:
     """Returns start(key, task) -> timestep and the number of tasks. Raises ConfigError."""
-    if not config.benchmark_id:  # a task is the seed of a layout
-        return lambda _, task: env.reset(params, jax.random.PRNGKey(task)), 2**16
+    if not config.benchmark_id:
+        start = lambda _, task: env.reset(params, jax.random.PRNGKey(task))
+        return start, 2**16
     if not hasattr(params, "ruleset"):
         raise ConfigError(f"{config.env_id} takes no benchmark: choose an XLand-MiniGrid env_id")
     try:
@@ -150,15 +151,16 @@ def load_tasks(config: Config, env, params) -> tuple:
     except Exception as error:  # e.g. a corrupt file
         raise ConfigError(f"benchmark_id: {error}; if offline, set XLAND_MINIGRID_DATA") from None
     params_of = lambda task: params.replace(ruleset=benchmark.get_ruleset(task))
-    return lambda key, task: env.reset(params_of(task), key), benchmark.num_rulesets()
+    start = lambda key, task: env.reset(params_of(task), key)
+    return start, benchmark.num_rulesets()
 
 
 def make_env(config: Config) -> tuple:
     """Edit here to bring your own environment; episodes must end. Raises ConfigError.
 
     Returns reset(key, is_test) -> (obs, env_state), step(key, env_state, action) -> (obs,
-    env_state, reward, done) and the number of actions. When an episode ends, `step` starts the next
-    of the trial (index env_state.episode, obs.new_episode is True), or, if done, a training trial.
+    env_state, reward, done) and the number of actions. When an episode ends, `step` starts the
+    trial's next one and sets obs.new_episode; or, if the trial is done, a new training trial.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -172,7 +174,7 @@ def make_env(config: Config) -> tuple:
     start, num_tasks = load_tasks(config, env, params)
     num_tests = round(num_tasks * config.eval_fraction)
     if not 0 < num_tests < num_tasks:
-        raise ConfigError(f"eval_fraction leaves {num_tests} of {num_tasks} tasks for evaluation")
+        raise ConfigError(f"eval_fraction holds out {num_tests} of {num_tasks} tasks")
     tasks = jax.random.permutation(jax.random.key(0), num_tasks)  # one split for all seeds
     num_actions = env.num_actions(params)
 
@@ -295,7 +297,7 @@ class Transition(NamedTuple):
     value: jax.Array
     reward: jax.Array
     done: jax.Array  # ended the trial
-    trial: jax.Array  # [3 + K] so far: return, length, episodes, return of each; K = trial_episodes
+    totals: jax.Array  # [3 + K] of the trial so far: return, steps, episodes; return of episode k
 
 
 class RunnerState(NamedTuple):
@@ -306,7 +308,7 @@ class RunnerState(NamedTuple):
     env_state: Any
     hidden: jax.Array  # [H] before reading obs
     done: jax.Array = np.bool(False)  # of the previous step
-    trial: jax.Array = np.float32(0)  # [3 + K] of the previous step; set by start_trial
+    totals: jax.Array = np.float32(0)  # [3 + K] after the previous step; set by start_trial
 
 
 class TrainState(NamedTuple):
@@ -326,8 +328,8 @@ class TrainState(NamedTuple):
 
 def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
     """Means over the episodes of all trials that ended in a rollout [T, N]; NaN if none did."""
-    count = jax.lax.psum((rollout.trial[..., 2] * rollout.done).sum(), "devices")
-    mean = jax.lax.psum((rollout.trial * rollout.done[..., None]).sum((0, 1)), "devices") / count
+    count = jax.lax.psum((rollout.totals[..., 2] * rollout.done).sum(), "devices")
+    mean = jax.lax.psum((rollout.totals * rollout.done[..., None]).sum((0, 1)), "devices") / count
     return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
 
 
@@ -422,8 +424,8 @@ def make_train(config: Config) -> tuple:
     def start_trial(key, is_test=False):
         key, reset_key = jax.random.split(key)
         obs, env_state = env_reset(reset_key, is_test)
-        hidden, trial = jnp.zeros(config.hidden_size), jnp.zeros(3 + config.trial_episodes)
-        return RunnerState(key, obs, env_state, hidden, trial=trial)
+        hidden, totals = jnp.zeros(config.hidden_size), jnp.zeros(3 + config.trial_episodes)
+        return RunnerState(key, obs, env_state, hidden, totals=totals)
 
     def infer(params, runner):
         obs, reset = jax.tree.map(lambda x: x[None], (runner.obs, runner.done))  # T = 1
@@ -446,16 +448,16 @@ def make_train(config: Config) -> tuple:
             value=value,
             reward=reward,
             done=done,
-            trial=runner.trial * ~runner.done + increment,
+            totals=runner.totals * ~runner.done + increment,
         )
-        runner = RunnerState(key, obs, env_state, hidden, done, transition.trial)
+        runner = RunnerState(key, obs, env_state, hidden, done, transition.totals)
         return runner, transition
 
     def trial_returns(params, key):
         """Return of each episode of a test trial [K]."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: step(params, runner, config.eval_greedy)[0]
-        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).trial[3:]
+        return jax.lax.while_loop(unfinished, play, start_trial(key, is_test=True)).totals[3:]
 
     def evaluate(i, state):
         """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
@@ -511,7 +513,7 @@ def make_train(config: Config) -> tuple:
         runner, rollout = jax.lax.scan(step_envs, state.runner, None, num_steps)  # [T, N]
         last_value = jax.vmap(infer, (None, 0))(state.params, runner)[1]  # [N]
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
-        # A trial is never truncated.
+        # To PPO, a trial is an episode, and its end a termination.
         steps = (rollout.reward, rollout.value, next_value, rollout.done, rollout.done)
         advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=rollout.hidden[:1]), advantage, target)  # hidden: t=0
