@@ -71,6 +71,7 @@ class Config:
     # Algorithm
     update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
+    embedding_size: int | None = 8  # features per tile; None: one-hot, faster if conv_size >= 16
     conv_size: int = 8  # channels of the first convolution; later ones double them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
@@ -256,6 +257,8 @@ class ActorCritic(nn.Module):
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             x = jnp.concatenate([tile, color], axis=-1)  # [T, V, V, tiles + colors]
+            if config.embedding_size:  # a one-hot product: its gradient is no scatter
+                x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
         for k in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
             size = x.shape[1] - 1  # im2col: a VALID 2 x 2 nn.Conv, faster on CPU
             patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]

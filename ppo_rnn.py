@@ -67,6 +67,7 @@ class Config:
     # Algorithm
     update_epochs: int = 1  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
+    embedding_size: int | None = 8  # features per tile; None: one-hot, faster if conv_size >= 16
     conv_size: int = 8  # channels of the first convolution; later ones double them
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
@@ -228,6 +229,8 @@ class ActorCritic(nn.Module):
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             x = jnp.concatenate([tile, color], axis=-1)  # [T, V, V, tiles + colors]
+            if config.embedding_size:  # a one-hot product: its gradient is no scatter
+                x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
         for k in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
             size = x.shape[1] - 1  # im2col: a VALID 2 x 2 nn.Conv, faster on CPU
             patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]
@@ -235,8 +238,7 @@ class ActorCritic(nn.Module):
         direction = jax.nn.one_hot(obs.direction, 4)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
         features = [x.reshape(len(x), -1), direction, prev_action, obs.prev_reward[:, None]]
-        x = jnp.concatenate(features, axis=-1)  # [T, F]
-        hidden = GRU(dtype)(x, hidden, reset | (not config.memory))  # [T, H]
+        hidden = GRU(dtype)(jnp.concatenate(features, -1), hidden, reset | (not config.memory))
         actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)

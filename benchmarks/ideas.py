@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
 BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
-EMPTY = {"num_envs": 256, "num_minibatches": 8, "conv_size": 16}
+EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": None, "conv_size": 16}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
 CONCATENATED = "jnp.concatenate([tile, color], axis=-1)"

@@ -154,8 +154,8 @@ def off_policy(options: str) -> dict[str, str]:
 
 
 MEMORY = (  # docs/ppo_rnn.md
-    "--num-steps 32 --update-epochs 2 --num-minibatches 32 --gamma 0.999 --gae-lambda 1"
-    " --conv-size 32"
+    "--num-steps 32 --update-epochs 2 --gamma 0.999 --gae-lambda 1"
+    " --embedding-size 16 --conv-size 32"
 )
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 PLACES = (

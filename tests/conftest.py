@@ -61,6 +61,7 @@ TINY = {  # what differs from SMALL
     "ppo_rnn": {
         "env_id": "MiniGrid-Empty-5x5",
         "env_params": '{"max_steps": 16, "view_size": 3}',
+        "embedding_size": 2,
         "conv_size": 2,
         "head_size": 4,
     },

@@ -301,6 +301,7 @@ PROGRAM = {  # an option of the compiled program, and a value other than tiny's 
     "eval_greedy": None,
     "policy": "tanh_gaussian",
     "normalize_reward": None,
+    "embedding_size": 3,
     "conv_size": 3,
     "head_size": 3,
     "bf16": None,

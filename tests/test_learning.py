@@ -7,7 +7,7 @@ import sys
 import pytest
 from conftest import ROOT, SCRIPTS, load_script, with_devices
 
-SMALL_NETWORK = {"conv_size": 4, "head_size": 32, "hidden_size": 32}
+SMALL_NETWORK = {"conv_size": 4, "embedding_size": 8, "head_size": 32, "hidden_size": 32}
 SHORT_RNN = {
     "num_steps": 16,
     "num_envs": 64,

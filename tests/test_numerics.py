@@ -261,6 +261,7 @@ def test_initialization_is_orthogonal(module):
     if is_recurrent:
         gru = params.pop("GRU_0")
         np.testing.assert_allclose(gru["kernel"] @ gru["kernel"].T, np.eye(16), atol=1e-5)
+        assert params.pop("Dense_0").keys() == {"kernel"}  # of the embedding
     for layer in params.values():
         if isinstance(layer, dict) and "kernel" in layer:
             singular = np.linalg.svd(layer["kernel"], compute_uv=False)
@@ -586,9 +587,10 @@ def test_gru_is_that_of_flax(rnn):
         np.testing.assert_allclose(actual[t], hidden, atol=1e-5)
 
 
-def test_recurrent_network_is_that_of_flax(rnn):
-    """nn.Conv and nn.GRUCell."""
-    config = tiny(rnn, hidden_size=8, conv_size=2, head_size=4)
+@pytest.mark.parametrize("embedding_size", [3, None])
+def test_recurrent_network_is_that_of_flax(rnn, embedding_size):
+    """Embedding by lookup, nn.Conv and nn.GRUCell."""
+    config = tiny(rnn, hidden_size=8, conv_size=2, embedding_size=embedding_size, head_size=4)
     obs = random_observations(rnn, ())
     network, params = initial_params(rnn, config, obs)
     params = perturb(params)
@@ -597,9 +599,10 @@ def test_recurrent_network_is_that_of_flax(rnn):
     def layer(i):
         return {"params": params[f"Dense_{i}"]}
 
-    one_hot = np.eye(NUM_TILES + NUM_COLORS)
-    x = one_hot[obs.grid[..., 0]] + one_hot[NUM_TILES + obs.grid[..., 1]]
-    for i, channels in enumerate((2, 4, 8)):
+    embedding = params["Dense_0"]["kernel"] if embedding_size else np.eye(NUM_TILES + NUM_COLORS)
+    first = 1 if embedding_size else 0
+    x = embedding[obs.grid[..., 0]] + embedding[NUM_TILES + obs.grid[..., 1]]  # [5, 5, F]
+    for i, channels in enumerate((2, 4, 8), first):
         kernel = params[f"Dense_{i}"]["kernel"].reshape(2, 2, x.shape[-1], channels)
         conv_params = {"kernel": kernel, "bias": params[f"Dense_{i}"]["bias"]}
         conv = nn.Conv(channels, (2, 2), padding="VALID")
@@ -608,10 +611,10 @@ def test_recurrent_network_is_that_of_flax(rnn):
     prev_action = np.eye(6)[obs.prev_action] * (obs.prev_action >= 0)
     x = jnp.concatenate([x.reshape(-1), direction, prev_action, obs.prev_reward[None]])
     expected_hidden, _ = nn.GRUCell(8).apply(cell_params_of(params["GRU_0"]), hidden, x)
-    actor = nn.tanh(nn.Dense(4).apply(layer(3), expected_hidden))
-    critic = nn.tanh(nn.Dense(4).apply(layer(4), expected_hidden))
-    expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(5), actor))
-    expected_value = nn.Dense(1).apply(layer(6), critic)[0]
+    actor = nn.tanh(nn.Dense(4).apply(layer(first + 3), expected_hidden))
+    critic = nn.tanh(nn.Dense(4).apply(layer(first + 4), expected_hidden))
+    expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(first + 5), actor))
+    expected_value = nn.Dense(1).apply(layer(first + 6), critic)[0]
 
     policy, value, after = apply_once(network, {"params": params}, obs, hidden)
     np.testing.assert_allclose(jax.nn.log_softmax(policy.logits), expected_logits, atol=1e-5)
@@ -622,7 +625,7 @@ def test_recurrent_network_is_that_of_flax(rnn):
 @pytest.mark.parametrize("memory", [True, False])
 def test_sequence_is_the_same_as_step_by_step(rnn, memory):
     steps = 6
-    sizes = {"hidden_size": 8, "conv_size": 2, "head_size": 4}
+    sizes = {"hidden_size": 8, "conv_size": 2, "embedding_size": 4, "head_size": 4}
     config = tiny(rnn, memory=memory, **sizes)
     obs = random_observations(rnn, (steps,))
     at = lambda t: jax.tree.map(lambda x: x[t], obs)
