@@ -133,7 +133,7 @@ for cls in (Tasks, Clock, Cue, Target):
 def probe_config(module, name, **changes):
     """A small configuration of the script for one of the environments above."""
     env_id = f"Probe{name}-{'continuous' if module.SCRIPT in CONTINUOUS else 'discrete'}"
-    sizes = {"conv_size": 4, "embedding_size": 4, "head_size": 4}
+    sizes = {"conv_size": 8, "embedding_size": 8, "head_size": 4}  # narrow layers can die
     sizes = {k: v for k, v in sizes.items() if k in module.Config.__dataclass_fields__}
     return tiny(module, **{"env_id": env_id, **sizes, **changes})
 

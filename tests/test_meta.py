@@ -140,8 +140,8 @@ def test_a_trial_of_so_many_steps(places):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"eval_fraction": 1.0}, "eval_fraction leaves 65536 of 65536 tasks"),
-        ({"eval_fraction": 1e-9}, "eval_fraction leaves 0 of 65536 tasks"),
+        ({"eval_fraction": 1.0}, "eval_fraction holds out 65536 of 65536 tasks"),
+        ({"eval_fraction": 1e-9}, "eval_fraction holds out 0 of 65536 tasks"),
         ({"eval_fraction": 1.5}, "eval_fraction = 1.5"),
         ({"trial_episodes": 0}, "trial_episodes = 0"),
         ({"trial_steps": 0}, "trial_steps = 0"),
