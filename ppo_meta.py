@@ -71,8 +71,8 @@ class Config:
     # Algorithm
     update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
-    embedding_size: int | None = 8  # features per tile; None: one-hot, faster if conv_size >= 16
-    conv_size: int = 8  # channels of the first convolution; later ones double them
+    embedding_size: int | None = 8  # features per tile; None: one-hot tiles
+    conv_size: int = 8  # channels of the first convolution; 3 x 3 views: 4 times as many
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
@@ -86,7 +86,7 @@ class Config:
     clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
-    min_advantage_std: float = 0.05  # divide advantages by at least this
+    min_advantage_std: float = 0.05  # divide advantages by at least this, or noise drowns rewards
     max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
@@ -102,7 +102,7 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
+            low = 0 if name.endswith(("seed", "gamma", "lambda", "coef", "_id")) else 1e-12
             high = 1 if name in ("gamma", "gae_lambda", "eval_fraction") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
                 raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
@@ -179,9 +179,8 @@ def make_env(config: Config) -> tuple:
     tasks = jax.random.permutation(jax.random.key(0), num_tasks)  # one split for all seeds
     num_actions = env.num_actions(params)
 
-    def observe(timestep, action, reward, new_episode):
-        direction = timestep.state.agent.direction
-        return Observation(timestep.observation, direction, action, reward, new_episode)
+    def observe(ts, action, reward, new_episode):
+        return Observation(ts.observation, ts.state.agent.direction, action, reward, new_episode)
 
     def reset(key, is_test=False):
         task_key, reset_key = jax.random.split(key)
@@ -257,9 +256,9 @@ class ActorCritic(nn.Module):
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             x = jnp.concatenate([tile, color], axis=-1)  # [T, V, V, tiles + colors]
-            if config.embedding_size:  # a one-hot product: its gradient is no scatter
+            if config.embedding_size:  # a lookup's gradient would be a scatter
                 x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
-        for k in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
+        for k in (1, 2, 4) if x.shape[1] > 3 else (4, 8):  # a 3 x 3 view has room for two
             size = x.shape[1] - 1  # im2col: a VALID 2 x 2 nn.Conv, faster on CPU
             patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]
             x = nn.relu(dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1)))
@@ -512,10 +511,10 @@ def make_train(config: Config) -> tuple:
         return state, jax.tree.map(lambda x: x[last], metrics)
 
     def update_step(state, _):
+        critic = lambda runner: jax.vmap(infer, (None, 0))(state.params, runner)[1]  # [N]
         step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)
         runner, rollout = jax.lax.scan(step_envs, state.runner, None, num_steps)  # [T, N]
-        last_value = jax.vmap(infer, (None, 0))(state.params, runner)[1]  # [N]
-        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
+        next_value = jnp.concatenate([rollout.value[1:], critic(runner)[None]])
         # To PPO, a trial is an episode, and its end a termination.
         steps = (rollout.reward, rollout.value, next_value, rollout.done, rollout.done)
         advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)

@@ -4,7 +4,7 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arX
 All seeds train and evaluate in one XLA program. Details that matter:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
-- advantages are divided by a std of at least 0.05, so that noise cannot drown out rare rewards.
+- advantages are normalized per minibatch, across all devices.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
@@ -63,12 +63,12 @@ class Config:
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 256  # parallel environments per seed, over all devices
-    num_steps: int | None = None  # rollout length; None: 64, or 16 if num_envs > 1024
+    num_steps: int | None = None  # length; None: 64, 32 in MiniGrid-Memory*, 16 if num_envs > 1024
     # Algorithm
-    update_epochs: int = 1  # epochs per rollout
+    update_epochs: int | None = None  # epochs per rollout; None: 1, or 4 in MiniGrid-Memory*
     num_minibatches: int = 16  # minibatches per epoch
-    embedding_size: int | None = 8  # features per tile; None: one-hot, faster if conv_size >= 16
-    conv_size: int = 8  # channels of the first convolution; later ones double them
+    embedding_size: int | None = 8  # features per tile; None: one-hot tiles
+    conv_size: int = 8  # channels of the first convolution; 3 x 3 views: 4 times as many
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
@@ -81,7 +81,7 @@ class Config:
     clip_value: bool = False  # clip the change in value to ±clip_eps
     ent_coef: float = 0.01  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
-    min_advantage_std: float = 0.05  # divide advantages by at least this
+    min_advantage_std: float = 0.05  # divide advantages by at least this, or noise drowns rewards
     max_grad_norm: float = 0.5  # clip gradients to this norm
     target_kl: float | None = None  # skip further epochs above this approximate KL
     # Run
@@ -97,8 +97,7 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            zero = ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef", "ruleset_id")
-            low = 0 if name in zero else 1e-12
+            low = 0 if name.endswith(("seed", "gamma", "lambda", "coef", "_id")) else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
                 raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
@@ -106,7 +105,8 @@ class Config:
     @property
     def batch_size(self) -> int:
         """Environment steps per update, over all devices."""
-        return self.num_envs * (self.num_steps or (64 if self.num_envs <= 1024 else 16))
+        length = 32 if "MiniGrid-Memory" in self.env_id else 64
+        return self.num_envs * (self.num_steps or (length if self.num_envs <= 1024 else 16))
 
     @property
     def updates_per_eval(self) -> int:
@@ -161,9 +161,8 @@ def make_env(config: Config) -> tuple:
     sample_task = load_tasks(config, params)
     num_actions = env.num_actions(params)
 
-    def observe(timestep, action):
-        direction = timestep.state.agent.direction
-        return Observation(timestep.observation, direction, action, timestep.reward)
+    def observe(ts, action):
+        return Observation(ts.observation, ts.state.agent.direction, action, ts.reward)
 
     def reset(key):
         task_key, reset_key = jax.random.split(key)
@@ -229,9 +228,9 @@ class ActorCritic(nn.Module):
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             x = jnp.concatenate([tile, color], axis=-1)  # [T, V, V, tiles + colors]
-            if config.embedding_size:  # a one-hot product: its gradient is no scatter
+            if config.embedding_size:  # a lookup's gradient would be a scatter
                 x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
-        for k in (1, 2, 4)[: x.shape[1] - 1]:  # a 3 x 3 view has room for two
+        for k in (1, 2, 4) if x.shape[1] > 3 else (4, 8):  # a 3 x 3 view has room for two
             size = x.shape[1] - 1  # im2col: a VALID 2 x 2 nn.Conv, faster on CPU
             patches = [x[:, i : size + i, j : size + j] for i in range(2) for j in range(2)]
             x = nn.relu(dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1)))
@@ -471,7 +470,8 @@ def make_train(config: Config) -> tuple:
             state = optax.tree.where(stop, state, updated)
             return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, stop)
 
-        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        num_epochs = config.update_epochs or (4 if "MiniGrid-Memory" in config.env_id else 1)
+        keys = jax.random.split(state.key, 1 + num_epochs)
         carry = (state._replace(key=keys[0]), jnp.bool(False))
         (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, keys[1:])
         last = jnp.sum(~skipped) - 1

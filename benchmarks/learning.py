@@ -108,11 +108,10 @@ def minigrid(name: str, threshold: float, options: str = "", xland: bool = False
 
 
 def memory(env_id: str, threshold: float) -> Task:
-    systems = {
-        "ppo_rnn": f"--env-id {env_id} --total-timesteps 5e6",
-        "ppo_rnn memory preset": f"--env-id {env_id} --total-timesteps 1e7 {MEMORY}",
-    }
-    return Task(env_id, threshold, 5, systems)
+    options = f"--env-id {env_id} --total-timesteps 5e6"
+    controls = {"no memory": "--no-memory", "1 epoch": "--update-epochs 1"}
+    systems = {f"ppo_rnn {label}": f"{options} {change}" for label, change in controls.items()}
+    return Task(env_id, threshold, 5, {"ppo_rnn": options, **systems})
 
 
 def brax(name: str, threshold: float, *scripts: str) -> Task:
@@ -153,10 +152,6 @@ def off_policy(options: str) -> dict[str, str]:
     return {"ppo_vtrace all segments": options, "ppo_vtrace all segments GAE once": once}
 
 
-MEMORY = (  # docs/ppo_rnn.md
-    "--num-steps 32 --update-epochs 2 --gamma 0.999 --gae-lambda 1"
-    " --embedding-size 16 --conv-size 32"
-)
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 PLACES = (
     "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/places.bz2"

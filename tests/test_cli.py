@@ -362,10 +362,15 @@ def test_defaults_depend_on_the_kind_of_observation():
 def test_many_environments_make_shorter_rollouts():
     config = load_script("ppo_rnn").Config
     sizes = [(1024, None), (1025, None), (8192, None), (8192, 64), (16, 5)]
-    lengths = [config(num_envs=n, num_steps=steps).batch_size // n for n, steps in sizes]
-    assert lengths == [64, 16, 16, 64, 5]
+
+    def lengths(env_id):
+        configs = [config(env_id=env_id, num_envs=n, num_steps=steps) for n, steps in sizes]
+        return [config.batch_size // config.num_envs for config in configs]
+
+    assert lengths("MiniGrid-Empty-6x6") == [64, 16, 16, 64, 5]
+    assert lengths("MiniGrid-MemoryS8") == [32, 16, 16, 64, 5]
     help_text = (ROOT / "ppo_rnn.py").read_text()
-    assert "rollout length; None: 64, or 16 if num_envs > 1024" in help_text
+    assert "length; None: 64, 32 in MiniGrid-Memory*, 16 if num_envs > 1024" in help_text
 
 
 def test_seed_changes_the_run(module, base, tmp_path):

@@ -242,10 +242,10 @@ def perturb(params):
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(2), x.shape), params)
 
 
-def random_observations(rnn, shape):
+def random_observations(rnn, shape, view_size=5):
     keys = jax.random.split(jax.random.key(5), 4)
     return rnn.Observation(
-        jax.random.randint(keys[0], (*shape, 5, 5, 2), 0, 10).astype(jnp.uint8),
+        jax.random.randint(keys[0], (*shape, view_size, view_size, 2), 0, 10).astype(jnp.uint8),
         jax.random.randint(keys[1], shape, 0, 4),
         jax.random.randint(keys[2], shape, -1, 6),
         jax.random.normal(keys[3], shape),
@@ -587,11 +587,12 @@ def test_gru_is_that_of_flax(rnn):
         np.testing.assert_allclose(actual[t], hidden, atol=1e-5)
 
 
+@pytest.mark.parametrize("view_size, widths", [(5, (2, 4, 8)), (3, (8, 16))])
 @pytest.mark.parametrize("embedding_size", [3, None])
-def test_recurrent_network_is_that_of_flax(rnn, embedding_size):
+def test_recurrent_network_is_that_of_flax(rnn, embedding_size, view_size, widths):
     """Embedding by lookup, nn.Conv and nn.GRUCell."""
     config = tiny(rnn, hidden_size=8, conv_size=2, embedding_size=embedding_size, head_size=4)
-    obs = random_observations(rnn, ())
+    obs = random_observations(rnn, (), view_size)
     network, params = initial_params(rnn, config, obs)
     params = perturb(params)
     hidden = jax.random.normal(jax.random.key(1), (8,))
@@ -600,9 +601,10 @@ def test_recurrent_network_is_that_of_flax(rnn, embedding_size):
         return {"params": params[f"Dense_{i}"]}
 
     embedding = params["Dense_0"]["kernel"] if embedding_size else np.eye(NUM_TILES + NUM_COLORS)
-    first = 1 if embedding_size else 0
-    x = embedding[obs.grid[..., 0]] + embedding[NUM_TILES + obs.grid[..., 1]]  # [5, 5, F]
-    for i, channels in enumerate((2, 4, 8), first):
+    first = 1 if embedding_size else 0  # of the convolutions
+    last = first + len(widths)
+    x = embedding[obs.grid[..., 0]] + embedding[NUM_TILES + obs.grid[..., 1]]  # [V, V, F]
+    for i, channels in enumerate(widths, first):
         kernel = params[f"Dense_{i}"]["kernel"].reshape(2, 2, x.shape[-1], channels)
         conv_params = {"kernel": kernel, "bias": params[f"Dense_{i}"]["bias"]}
         conv = nn.Conv(channels, (2, 2), padding="VALID")
@@ -611,10 +613,10 @@ def test_recurrent_network_is_that_of_flax(rnn, embedding_size):
     prev_action = np.eye(6)[obs.prev_action] * (obs.prev_action >= 0)
     x = jnp.concatenate([x.reshape(-1), direction, prev_action, obs.prev_reward[None]])
     expected_hidden, _ = nn.GRUCell(8).apply(cell_params_of(params["GRU_0"]), hidden, x)
-    actor = nn.tanh(nn.Dense(4).apply(layer(first + 3), expected_hidden))
-    critic = nn.tanh(nn.Dense(4).apply(layer(first + 4), expected_hidden))
-    expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(first + 5), actor))
-    expected_value = nn.Dense(1).apply(layer(first + 6), critic)[0]
+    actor = nn.tanh(nn.Dense(4).apply(layer(last), expected_hidden))
+    critic = nn.tanh(nn.Dense(4).apply(layer(last + 1), expected_hidden))
+    expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(last + 2), actor))
+    expected_value = nn.Dense(1).apply(layer(last + 3), critic)[0]
 
     policy, value, after = apply_once(network, {"params": params}, obs, hidden)
     np.testing.assert_allclose(jax.nn.log_softmax(policy.logits), expected_logits, atol=1e-5)

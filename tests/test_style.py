@@ -259,6 +259,7 @@ def test_options_come_in_three_groups():
 def test_options_mean_the_same_in_every_script():
     """Same name, same type and same help; only defaults may differ."""
     differ = ("env_id", "env_params", "num_steps", "hidden_size", "lr", "ent_coef", "vf_coef")
+    differ += ("update_epochs",)  # ppo_rnn: by the environment
     differ += ("target_kl",)  # ippo stops the actor alone
     differ += ("policy",)  # ppo_vtrace has no Beta policy
     differ += ("benchmark_id",)  # ppo_meta takes a file too

@@ -1,5 +1,8 @@
 """ppo_rnn on XLand tasks from a tiny benchmark file, in pixels, and in bfloat16."""
 
+import dataclasses
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -93,6 +96,23 @@ def test_a_failed_download_says_where_to_put_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(xminigrid.benchmarks, "_download_from_hf", refuse)
     with pytest.raises(ppo_rnn.ConfigError, match="XLAND_MINIGRID_DATA"):
         ppo_rnn.make_env(xland())
+
+
+def test_memory_tasks_are_trained_in_four_epochs():
+    """The help states the rule; the parameters after two updates show which number was used."""
+
+    def trained(env_id, update_epochs):
+        config = tiny(ppo_rnn, env_id=env_id, update_epochs=update_epochs, lr=1e-3, eval_episodes=1)
+        config = dataclasses.replace(config, env_params='{"max_steps": 9}', total_timesteps=32)
+        init, train, *_ = ppo_rnn.make_train(dataclasses.replace(config, num_evals=1))
+        state, _ = train(init(jax.random.split(jax.random.key(0), jax.local_device_count())))
+        return jax.tree.leaves(jax.tree.map(np.array, state.params))
+
+    for env_id, used, other in (("MiniGrid-MemoryS8", 4, 1), ("MiniGrid-Empty-5x5", 1, 4)):
+        by_default = trained(env_id, None)
+        assert all(map(np.array_equal, by_default, trained(env_id, used)))
+        assert not all(map(np.array_equal, by_default, trained(env_id, other)))
+    assert "None: 1, or 4 in MiniGrid-Memory*" in Path(ppo_rnn.__file__).read_text()
 
 
 def test_env_params_replace_those_of_the_environment():
