@@ -12,7 +12,7 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
 
     python ppo_meta.py --num-seeds 3 --num-evals 20 --eval-episodes 2048
 
-MemoryS8: return 0.51 ± 0.02 in the first episode, then 0.986 (all 20 layouts occur in training).
+MemoryS8: return 0.49 ± 0.03 in the first episode, then 0.986 (all 20 layouts occur in training).
 """
 
 # /// script

@@ -108,10 +108,9 @@ def minigrid(name: str, threshold: float, options: str = "", xland: bool = False
 
 
 def memory(env_id: str, threshold: float) -> Task:
-    options = f"--env-id {env_id} --total-timesteps 5e6"
-    controls = {"no memory": "--no-memory", "1 epoch": "--update-epochs 1"}
-    systems = {f"ppo_rnn {label}": f"{options} {change}" for label, change in controls.items()}
-    return Task(env_id, threshold, 5, {"ppo_rnn": options, **systems})
+    options = f"--env-id {env_id} --total-timesteps 1e7"
+    systems = {"ppo_rnn": options, "ppo_rnn no memory": f"{options} --no-memory"}
+    return Task(env_id, threshold, 5, systems)
 
 
 def brax(name: str, threshold: float, *scripts: str) -> Task:
