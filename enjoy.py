@@ -198,7 +198,7 @@ def trial_viewer(viewer: Viewer, config) -> Viewer:
     advance = lambda key, state, action: state._replace(
         timestep=viewer.advance(key, state.timestep, action)
     )
-    label = lambda state: f"   trial episode {state.episode + 1} of {config.trial_episodes}"
+    label = lambda state: f"   trial episode {state.episode + 1}/{config.trial_episodes}"
     return Viewer(draw, advance, viewer.fps, label)
 
 

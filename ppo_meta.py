@@ -72,7 +72,7 @@ class Config:
     update_epochs: int = 4  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int | None = 8  # features per tile; None: one-hot tiles
-    conv_size: int = 8  # channels of the first convolution; 3 x 3 views: 4 times as many
+    conv_size: int = 8  # channels of the first convolution; 4 times as many on a 3 x 3 view
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation

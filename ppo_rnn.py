@@ -63,12 +63,12 @@ class Config:
     img_obs: bool = False  # observe pixels instead of symbols
     total_timesteps: float = 3e6  # environment steps per seed (at most)
     num_envs: int = 256  # parallel environments per seed, over all devices
-    num_steps: int | None = None  # length; None: 64, 32 in MiniGrid-Memory*, 16 if num_envs > 1024
+    num_steps: int | None = None  # rollout length; None: 64, 32 in Memory*, 16 if num_envs > 1024
     # Algorithm
     update_epochs: int | None = None  # epochs per rollout; None: 1, or 4 in MiniGrid-Memory*
     num_minibatches: int = 16  # minibatches per epoch
     embedding_size: int | None = 8  # features per tile; None: one-hot tiles
-    conv_size: int = 8  # channels of the first convolution; 3 x 3 views: 4 times as many
+    conv_size: int = 8  # channels of the first convolution; 4 times as many on a 3 x 3 view
     hidden_size: int = 64  # units of the GRU
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation

@@ -370,7 +370,7 @@ def test_many_environments_make_shorter_rollouts():
     assert lengths("MiniGrid-Empty-6x6") == [64, 16, 16, 64, 5]
     assert lengths("MiniGrid-MemoryS8") == [32, 16, 16, 64, 5]
     help_text = (ROOT / "ppo_rnn.py").read_text()
-    assert "length; None: 64, 32 in MiniGrid-Memory*, 16 if num_envs > 1024" in help_text
+    assert "rollout length; None: 64, 32 in Memory*, 16 if num_envs > 1024" in help_text
 
 
 def test_seed_changes_the_run(module, base, tmp_path):

@@ -342,7 +342,7 @@ def test_a_recording_holds_a_whole_trial(meta_run):
     steps = enjoy.record(loaded, config, params, jax.random.PRNGKey(0))
     viewer = enjoy.make_viewer(config)
     labels = [viewer.label(step.env_state).strip() for step in steps]
-    assert list(dict.fromkeys(labels)) == [f"trial episode {k} of 3" for k in (1, 2, 3)]
+    assert list(dict.fromkeys(labels)) == [f"trial episode {k}/3" for k in (1, 2, 3)]
     assert len({int(step.env_state.task) for step in steps}) == 1
     total = enjoy.get_episode(loaded, config)(params, jax.random.PRNGKey(0))
     assert total == pytest.approx(sum(step.reward for step in steps), rel=1e-5)
