@@ -266,7 +266,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic without shared layers."""
+    """A policy and a value function."""
 
     hidden_size: int
     continuous: bool

@@ -217,7 +217,7 @@ class BetaPolicy(distrax.Independent):
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic without shared layers."""
+    """A policy and a value function."""
 
     num_actions: int
     hidden_size: int

@@ -59,14 +59,14 @@ class Config:
     env_id: str = "CartPole-v1"  # gymnax environment
     env_params: str = ""  # JSON object of environment parameters
     total_timesteps: float = 5e5  # environment steps per seed (at most)
-    num_envs: int = 16  # parallel environments per seed, over all devices
+    num_envs: int = 32  # parallel environments per seed, over all devices
     num_steps: int = 128  # rollout length
     # Algorithm
     update_epochs: int = 2  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
     network: Literal["auto", "mlp"] = "auto"  # auto: a CNN for images, an MLP otherwise
     hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 for a CNN
-    lr: float | None = None  # Adam learning rate; None: 2e-3, or 5e-3 for a CNN
+    lr: float | None = None  # Adam learning rate; None: 3e-3, or 7e-3 for a CNN
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
@@ -151,7 +151,7 @@ def dense(features: int, scale: float) -> nn.Dense:
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic; they share the torso if it is a CNN."""
+    """A policy and a value function."""
 
     num_actions: int
     hidden_size: int
@@ -161,7 +161,7 @@ class ActorCritic(nn.Module):
     def __call__(self, obs: jax.Array):
         """One observation [...] -> policy, value []."""
         actor = self.torso(obs)
-        critic = actor if self.is_cnn else self.torso(obs)
+        critic = actor if self.is_cnn else self.torso(obs)  # a CNN is shared
         logits = dense(self.num_actions, 0.01)(actor)
         value = dense(1, 1.0)(critic).squeeze(-1)
         return distrax.Categorical(logits), value
@@ -307,7 +307,7 @@ def make_train(config: Config) -> tuple:
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):
-        lr = (5e-3 if is_cnn else 2e-3) if config.lr is None else config.lr
+        lr = (7e-3 if is_cnn else 3e-3) if config.lr is None else config.lr
         return jnp.float32(lr * (1 - config.anneal_lr * update / config.num_updates))
 
     def optimizer(update):

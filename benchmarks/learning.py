@@ -55,9 +55,9 @@ class Task(NamedTuple):
 
 
 MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
-MINATAR_64 = f"--num-envs 64 {MINATAR}"  # as many environments as PureJaxRL
-MINATAR_PRESET = f"{MINATAR_64} --lr 1e-2"  # docs/ppo_ff.md
+MINATAR_PRESET = f"{MINATAR} --update-epochs 4 --num-minibatches 8 --lr 5e-3"  # docs/ppo_ff.md
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
+MINATAR_64 = f"--num-envs 64 {MINATAR} --lr 5e-3"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 
 
@@ -84,11 +84,7 @@ def continuous(env_id: str, threshold: float) -> Task:
 
 def minatar(game: str, threshold: float) -> Task:
     env_id = f"{game}-MinAtar"
-    ours = {
-        "ppo_ff": MINATAR,
-        "ppo_ff 64 envs": MINATAR_64,
-        "ppo_ff 64 envs lr 1e-2": MINATAR_PRESET,
-    }
+    ours = {"ppo_ff": MINATAR, "ppo_ff 4 epochs": MINATAR_PRESET}
     systems = {name: f"--env-id {env_id} {options}" for name, options in ours.items()}
     systems["purejaxrl"] = f"ENV_NAME={env_id} {PURE_MINATAR}"
     return Task(env_id, threshold, 5, systems)
@@ -231,10 +227,10 @@ SECTIONS = {
 }
 
 
-def ablate(title: str, system: str, changes: dict) -> Task:
+def ablate(title: str, system: str, changes: dict, options: str = "") -> Task:
     """The task of that title with five seeds: the system, then with one change each."""
     base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
-    options = base.systems[system]
+    options = options or base.systems[system]
     systems, patches = {system: options}, {}
     for label, change in changes.items():
         name = f"{system} {label}"
@@ -247,7 +243,12 @@ def ablate(title: str, system: str, changes: dict) -> Task:
 
 ABLATIONS = [
     ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
-    ablate("Asterix-MinAtar", "ppo_ff 64 envs", ablations.PPO | ablations.CNN),
+    ablate(
+        "Asterix-MinAtar",
+        "ppo_ff 64 envs",
+        ablations.PPO | ablations.CNN,
+        f"--env-id Asterix-MinAtar {MINATAR_64}",
+    ),
     ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
 ]
