@@ -55,7 +55,6 @@ class Task(NamedTuple):
 
 
 MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
-MINATAR_PRESET = f"{MINATAR} --update-epochs 4 --num-minibatches 8 --lr 5e-3"  # docs/ppo_ff.md
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 MINATAR_64 = f"--num-envs 64 {MINATAR} --lr 5e-3"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
@@ -84,8 +83,10 @@ def continuous(env_id: str, threshold: float) -> Task:
 
 def minatar(game: str, threshold: float) -> Task:
     env_id = f"{game}-MinAtar"
-    ours = {"ppo_ff": MINATAR, "ppo_ff 4 epochs": MINATAR_PRESET}
-    systems = {name: f"--env-id {env_id} {options}" for name, options in ours.items()}
+    systems = {"ppo_ff": f"--env-id {env_id} {MINATAR}"}
+    if game == "Breakout":
+        epochs = "--update-epochs 4 --num-minibatches 8 --lr 5e-3"
+        systems["ppo_ff 4 epochs"] = f"{systems['ppo_ff']} {epochs}"
     systems["purejaxrl"] = f"ENV_NAME={env_id} {PURE_MINATAR}"
     return Task(env_id, threshold, 5, systems)
 
