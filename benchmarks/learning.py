@@ -604,9 +604,9 @@ curve. Python 3.11, no GPU.
   evaluation and compilation, on two idle cores of a virtual server, with the systems of an
   environment taking turns: median of the timed calls [slowest, fastest]. An interval of zero width
   is omitted.
-- Our scripts run with their defaults, except for the options in the command. Peers run with their
-  published settings for the environment, else with those of their default environment; a learning
-  rate or number of environments that was changed is in the name.
+- Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
+  Peers run with their published settings for the environment, else with those of their default
+  environment; a learning rate or number of environments that was changed is in the name.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
