@@ -168,7 +168,7 @@ class ActorCritic(nn.Module):
     def __call__(self, obs: jax.Array):
         """One observation [...] -> policy, value []."""
         actor = self.torso(obs)
-        critic = actor if self.is_cnn else self.torso(obs)  # a CNN is shared
+        critic = actor if self.is_cnn else self.torso(obs)
         logits = dense(self.num_actions, 0.01)(actor)
         value = dense(1, 1.0)(critic).squeeze(-1)
         return distrax.Categorical(logits), value
