@@ -359,6 +359,18 @@ def test_defaults_depend_on_the_kind_of_observation():
     assert (1, 1, 9 * 4, 16) in shapes["Breakout-MinAtar", "auto"]  # a 3 x 3 convolution
 
 
+@pytest.mark.parametrize("script", ["ppo_ff", "ppo_drift"])
+@pytest.mark.parametrize(("env_id", "which"), [("CartPole-v1", 0), ("Breakout-MinAtar", 1)])
+def test_default_learning_rate_is_that_of_the_help(script, env_id, which):
+    module = load_script(script)
+    line = next(x for x in (ROOT / f"{script}.py").read_text().splitlines() if "    lr: " in x)
+    rates = re.search(r"None: (\S+), or (\S+) for a CNN", line).groups()
+    config = tiny(module, env_id=env_id, lr=None, num_seeds=1)
+    init, train, *_ = getattr(module.make_train, "original", module.make_train)(config)
+    _, metrics = train(init(jax.random.split(jax.random.key(0), 1)))
+    np.testing.assert_allclose(metrics["optim/lr"][0, 0], float(rates[which]), rtol=1e-6)
+
+
 def test_many_environments_make_shorter_rollouts():
     config = load_script("ppo_rnn").Config
     sizes = [(1024, None), (1025, None), (8192, None), (8192, 64), (16, 5)]
