@@ -355,7 +355,7 @@ class Transition(NamedTuple):
 class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
-    key: jax.Array  # [2] raw, so that a checkpoint can hold it
+    key: jax.Array  # [2] raw, so a checkpoint can hold it
     obs: jax.Array
     env_state: Any
     done: jax.Array = np.bool(False)  # of the previous step

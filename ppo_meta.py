@@ -88,7 +88,7 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     min_advantage_std: float = 0.05  # divide advantages by at least this, or noise drowns rewards
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # skip further epochs above this approximate KL
+    target_kl: float | None = None  # drop further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -305,7 +305,7 @@ class Transition(NamedTuple):
 class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
-    key: jax.Array  # [2] raw, so that a checkpoint can hold it
+    key: jax.Array  # [2] raw, so a checkpoint can hold it
     obs: Observation
     env_state: Any
     hidden: jax.Array  # [H] before reading obs
@@ -359,7 +359,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
-    All arrays are [B, ...]; the advantage is normalized. Returns scalars (loss, metrics).
+    All arrays are [B, ...]; `advantage` is already normalized. Returns (loss, metrics).
     """
     inputs = (batch.obs, batch.hidden[:, 0], batch.reset)  # [B, T, ...], [B, H], [B, T]
     policy, value, _ = jax.vmap(apply_fn, (None, 0, 0, 0))(params, *inputs)
@@ -386,7 +386,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Rows in the low bits: CartPole trains 20% faster than with argsort."""
+    """A random permutation: sorts bits followed by the row. CartPole: 20% faster than argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # too few random bits left
@@ -419,7 +419,7 @@ def make_train(config: Config) -> tuple:
     def learning_rate(update):
         return jnp.float32(config.lr * (1 - config.anneal_lr * update / config.num_updates))
 
-    def optimizer(update):
+    def optimizer(update):  # fixed lr within an update
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
 

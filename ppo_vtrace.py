@@ -89,7 +89,7 @@ class Config:
     ent_coef: float = 0.0  # entropy bonus coefficient
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # skip further epochs above this approximate KL
+    target_kl: float | None = None  # drop further epochs above this approximate KL
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # seeds trained in parallel
@@ -333,7 +333,7 @@ class Transition(NamedTuple):
 class RunnerState(NamedTuple):
     """Rollout carry of one environment."""
 
-    key: jax.Array  # [2] raw, so that a checkpoint can hold it
+    key: jax.Array  # [2] raw, so a checkpoint can hold it
     obs: jax.Array
     env_state: Any
     hidden: Any  # carries of the cells before reading obs
@@ -403,7 +403,7 @@ def ppo_loss(params, replay, batch: Transition, advantage, target, weight, confi
     """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
 
     All arrays are [B, T, ...], except weight [B] and batch.hidden [B, 1, ...]; the advantage is
-    normalized. Only policy and value loss are weighted. Returns scalars (loss, metrics).
+    normalized. Only policy and value loss are weighted. Returns (loss, metrics).
     """
     policy, value, _ = jax.vmap(replay, (None, 0))(params, batch)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
@@ -473,7 +473,7 @@ def make_train(config: Config) -> tuple:
     def learning_rate(update):
         return jnp.float32(config.lr * (1 - config.anneal_lr * update / config.num_updates))
 
-    def optimizer(update):
+    def optimizer(update):  # fixed lr within an update
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
 

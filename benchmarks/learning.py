@@ -56,8 +56,8 @@ class Task(NamedTuple):
 
 MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
-MINATAR_64 = f"--num-envs 64 {MINATAR} --lr 5e-3"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
+STOIX_MINATAR = "arch.total_timesteps=1e6 arch.total_num_envs=16 arch.num_eval_episodes=32"
 
 
 def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = True) -> Task:
@@ -72,13 +72,13 @@ def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = T
     return Task(env_id, threshold, 10, systems)
 
 
-def continuous(env_id: str, threshold: float) -> Task:
+def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     ours = f"--env-id {env_id} --num-evals 20"
     tanh = {"ppo_continuous tanh": f"{ours} --policy tanh_gaussian"}
     systems = {"ppo_continuous": ours, **tanh, "ppo_obs_norm": ours}
     systems["ppo_continuous beta"] = f"{ours} --policy beta"
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
-    return Task(env_id, threshold, 10, systems)
+    return Task(env_id, threshold, seeds, systems)
 
 
 def minatar(game: str, threshold: float) -> Task:
@@ -88,6 +88,8 @@ def minatar(game: str, threshold: float) -> Task:
         epochs = "--update-epochs 4 --num-minibatches 8 --lr 5e-3"
         systems["ppo_ff 4 epochs"] = f"{systems['ppo_ff']} {epochs}"
     systems["purejaxrl"] = f"ENV_NAME={env_id} {PURE_MINATAR}"
+    name = {"SpaceInvaders": "space_invaders"}.get(game, game.lower())
+    systems["stoix 16 envs"] = f"env=gymnax/{name} {STOIX_MINATAR}"
     return Task(env_id, threshold, 5, systems)
 
 
@@ -163,7 +165,7 @@ SECTIONS = {
         discrete("MountainCar-v0", -130, "1e-3", "5e-3", more=False),
     ],
     "Continuous actions": [
-        continuous("Pendulum-v1", -200),
+        continuous("Pendulum-v1", -200, seeds=32),
         continuous("MountainCarContinuous-v0", 90),
         brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
         brax("hopper", 500, "ppo_continuous", "ppo_obs_norm"),
@@ -177,7 +179,7 @@ SECTIONS = {
     "Drifts": [
         drifts("CartPole-v1", 475),
         drifts("Acrobot-v1", -100),
-        drifts("Breakout-MinAtar", 20, MINATAR_64),
+        drifts("Breakout-MinAtar", 20, MINATAR),
     ],
     "MiniGrid": [
         minigrid("Empty-6x6", 0.94, "--num-envs 8192", xland=True),
@@ -228,10 +230,10 @@ SECTIONS = {
 }
 
 
-def ablate(title: str, system: str, changes: dict, options: str = "") -> Task:
+def ablate(title: str, system: str, changes: dict) -> Task:
     """The task of that title with five seeds: the system, then with one change each."""
     base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
-    options = options or base.systems[system]
+    options = base.systems[system]
     systems, patches = {system: options}, {}
     for label, change in changes.items():
         name = f"{system} {label}"
@@ -244,12 +246,7 @@ def ablate(title: str, system: str, changes: dict, options: str = "") -> Task:
 
 ABLATIONS = [
     ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
-    ablate(
-        "Asterix-MinAtar",
-        "ppo_ff 64 envs",
-        ablations.PPO | ablations.CNN,
-        f"--env-id Asterix-MinAtar {MINATAR_64}",
-    ),
+    ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN),
     ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
 ]
@@ -606,7 +603,8 @@ curve. Python 3.11, no GPU.
   is omitted.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
-  environment; a learning rate or number of environments that was changed is in the name.
+  environment; a learning rate or number of environments that was changed is in the name. CleanRL
+  and XLand-MiniGrid are slow on a CPU: three seeds.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
@@ -734,8 +732,7 @@ def ablation_tables() -> str:
         found = [row for row in rows if (RESULTS / f"{row.name}.csv").exists()]
         if len(found) < 2:
             continue
-        script, *label = base.split(maxsplit=1)
-        text += f"\n### {' '.join([f'{task.title}, `{script}.py`', *label])}\n{ABLATION_HEADER}"
+        text += f"\n### {task.title}, `{base}.py`\n{ABLATION_HEADER}"
         for row in found:
             curve = read_curve(RESULTS / f"{row.name}.csv")
             final = final_returns(curve)

@@ -3,7 +3,8 @@
 A function with the name of a peer takes the folder of the checkout, a script of ours with its
 configuration, the environment steps per call and the number of timed calls, and returns the seconds
 to compile, the steps of a call and the seconds of each call. PEER_curve takes the folder, settings
-that replace the peer's own and the number of seeds, and returns a learning curve.
+that replace the peer's own and the number of seeds, and returns a learning curve. PEER_clock takes
+the folder and such settings as words, and returns what the function with the name of the peer does.
 """
 
 import contextlib
@@ -254,7 +255,7 @@ def stoix_module(path):
     return ff_ppo
 
 
-def stoix_environments(env_id, flatten=False):
+def stoix_environments(config):
     """One for training and one for evaluation, with the wrappers that its factory would give."""
     import gymnax
     import stoa
@@ -262,9 +263,9 @@ def stoix_environments(env_id, flatten=False):
     from stoa.env_adapters.gymnax import GymnaxToStoa
     from stoa.utility_wrappers.extras_transforms import NoExtrasWrapper
 
-    env, params = gymnax.make(env_id)
+    env, params = gymnax.make(config.env.scenario.name)
     env = NoExtrasWrapper(GymnaxToStoa(FiveValues(env), params))
-    if flatten:
+    if "wrapper" in config.env:  # MinAtar
         env = stoa.FlattenObservationWrapper(env)
     recorded = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
     return VmapWrapper(stoa.AutoResetWrapper(recorded, next_obs_in_extras=True)), env
@@ -299,7 +300,7 @@ def stoix_curve(path, options, seeds):
         if config.arch.num_updates < evaluations:  # which it refuses
             config.arch.num_evaluation = evaluations = config.arch.num_updates
             config = module.check_total_timesteps(config)
-    env, eval_env = stoix_environments(config.env.scenario.name)
+    env, eval_env = stoix_environments(config)
     learn, curves = None, []
     for seed in range(seeds):
         key, eval_key, *network_keys = jax.random.split(jax.random.PRNGKey(seed), 4)
@@ -320,27 +321,38 @@ def stoix_curve(path, options, seeds):
     return steps, np.transpose(curves)
 
 
+def stoix_program(module, env, config, updates):
+    """Returns the seconds to compile, and a call that makes so many updates."""
+    config.arch.num_updates = config.arch.num_updates_per_eval = updates
+    learn, _, state = module.learner_setup(env, jax.random.split(jax.random.PRNGKey(0), 3), config)
+    start = time.perf_counter()
+    program = learn.lower(state).compile()
+    seconds = time.perf_counter() - start
+    return seconds, lambda: jax.block_until_ready(program(state))
+
+
+def stoix_clock(path, words):
+    module, config = stoix_module(path), stoix_config(path, parse(words))
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = module.check_total_timesteps(config)
+    env, _ = stoix_environments(config)
+    batch = config.arch.num_envs * config.system.rollout_length
+    return clock(lambda steps: stoix_program(module, env, config, steps // batch), batch)
+
+
 def stoix(path, script, options, steps_per_call, calls):
     module = stoix_module(path)
-    env_id = options.get("env_id", "CartPole-v1")
-    env, _ = stoix_environments(env_id, flatten="env_id" in options)  # Breakout's planes
-    config = stoix_config(path, {"system.num_minibatches": options["num_minibatches"]})
+    name = "breakout" if "env_id" in options else "cartpole"
+    settings = {"env": f"gymnax/{name}", "system.num_minibatches": options["num_minibatches"]}
+    config = stoix_config(path, settings)
+    env, _ = stoix_environments(config)
     config.arch.num_envs = options["num_envs"]
     for network in (config.network.actor_network, config.network.critic_network):
         network.pre_torso.update({"layer_sizes": [64, 64], "activation": "tanh"})
     batch = options["num_envs"] * options["num_steps"]
     updates = max(1, steps_per_call // batch)
-    config.arch.num_updates = config.arch.num_updates_per_eval = updates
-    keys = jax.random.split(jax.random.PRNGKey(0), 3)
-    learn, _, state = module.learner_setup(env, keys, config)
-    start = time.perf_counter()
-    program = learn.lower(state).compile()
-    seconds = time.perf_counter() - start
-    return (
-        seconds,
-        updates * batch,
-        timed_calls(lambda: jax.block_until_ready(program(state)), calls),
-    )
+    seconds, call = stoix_program(module, env, config, updates)
+    return seconds, updates * batch, timed_calls(call, calls)
 
 
 def cleanrl_script(path):
@@ -405,20 +417,29 @@ def cleanrl_curve(path, options, seeds):
     return np.array(updates), np.stack(curves, axis=1)
 
 
-def cleanrl(path, script, options, steps_per_call, calls):
-    """What warms up is the beginning of a single run."""
-    batch = options["num_envs"] * options["num_steps"]
-    updates = max(1, steps_per_call // 20 // batch)  # it takes its time
-    sizes = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
-    ends = []  # seconds
+def cleanrl_seconds(path, options, steps_per_call, calls):
+    """Seconds of each call, which are parts of a single run; its beginning warms up."""
+    ends = []
 
     def write(name, value, step):
-        if name == "charts/SPS" and step % (updates * batch) == 0:
+        if name == "charts/SPS" and step % steps_per_call == 0:
             ends.append(time.perf_counter())
 
-    options = {name: options[name] for name in sizes}
-    cleanrl_script(path)({**options, "total_timesteps": (calls + 1) * updates * batch}, write)
-    return 0.0, updates * batch, list(np.diff(ends))
+    run = cleanrl_script(path)
+    run({**options, "total_timesteps": (calls + 1) * steps_per_call}, write)
+    return list(np.diff(ends))
+
+
+def cleanrl_clock(path, words):
+    steps = 40 * 4 * 128  # updates, environments, steps of its defaults
+    return 0.0, steps, cleanrl_seconds(path, parse(words), steps, 3)
+
+
+def cleanrl(path, script, options, steps_per_call, calls):
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
+    sizes = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
+    return 0.0, steps, cleanrl_seconds(path, {x: options[x] for x in sizes}, steps, calls)
 
 
 def jaxmarl_trainer(path, options):

@@ -14,6 +14,7 @@ import learning
 ABLATIONS = learning.all_rows("", learning.ABLATIONS)
 ROWS = [*learning.all_rows(""), *ABLATIONS]
 ROWS = [row for row in ROWS if (learning.RESULTS / f"{row.name}.csv").exists()]
+TASKS = [task for tasks in learning.SECTIONS.values() for task in tasks]
 CSV = """# command: python ppo_ff.py
 # commit: 0123456
 # returns: evaluations on full fresh episodes
@@ -38,6 +39,14 @@ def test_every_curve_names_its_command_and_commit(row):
     assert "with changes" not in curve.about["commit"]
     assert curve.values.shape == (len(curve.steps), curve.values.shape[1])
     assert np.isfinite(curve.values).all() and (np.diff(curve.steps) > 0).all()
+
+
+@pytest.mark.parametrize("task", TASKS, ids=lambda task: task.title)
+def test_every_curve_is_that_of_the_table(task):
+    for row in (learning.Row(task, system) for system in task.systems):
+        curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
+        assert curve.about["command"] == row.command
+        assert curve.values.shape[1] == row.seeds
 
 
 def test_no_file_is_without_its_row():
@@ -92,7 +101,8 @@ def test_peers_are_described_and_slow_ones_have_fewer_seeds():
     import peers
 
     assert set(learning.PEERS) == set(learning.PEER_RETURNS)
-    assert all(hasattr(peers, f"{kind}_curve") for kind in learning.PEERS)
+    for kind in learning.PEERS:
+        assert hasattr(peers, f"{kind}_curve") and hasattr(peers, f"{kind}_clock")
     (row,) = learning.all_rows("Acrobot-v1__cleanrl")
     assert row.seeds == 3 < row.task.seeds
     assert row.command == "learning.py --learn cleanrl (env_id=Acrobot-v1, 3 seeds)"
