@@ -231,7 +231,7 @@ SECTIONS = {
 
 
 def ablate(title: str, system: str, changes: dict) -> Task:
-    """The task of that title with five seeds: the system, then with one change each."""
+    """The system as in the task of that title, then five seeds with one change each."""
     base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
     options = base.systems[system]
     systems, patches = {system: options}, {}
@@ -297,9 +297,9 @@ class Row(NamedTuple):
 
     @property
     def command(self) -> str:
-        words = shlex.join([*self.words, "--num-seeds", str(self.seeds)])
-        peer = f"learning.py --learn {self.kind} ({' '.join(self.words)}, {self.seeds} seeds)"
-        return peer if self.kind in PEERS else f"python {self.kind}.py {words}"
+        if self.kind in PEERS:
+            return f"python benchmarks/learning.py --only '{self.name}$' --peers {self.kind}=DIR"
+        return f"python {self.kind}.py {shlex.join([*self.words, '--num-seeds', str(self.seeds)])}"
 
 
 def all_rows(pattern: str, tasks: list[Task] | None = None) -> list[Row]:
@@ -398,7 +398,9 @@ def measure(rows: list[Row], peers: dict[str, Path]):
             f"# versions: {versions(row.kind)}",
         ]
         if row.kind in PEERS:
-            about += [f"# peer: {PEERS[row.kind]}", f"# returns: {PEER_RETURNS[row.kind]}"]
+            about += [f"# peer: {PEERS[row.kind]}"]
+            about += [f"# settings: {' '.join(row.words)}, {row.seeds} seeds"]
+            about += [f"# returns: {PEER_RETURNS[row.kind]}"]
             curve, episodes = run_peer(row, peers[row.kind]), []
         else:
             about += [f"# change: {x}" for x in change_lines(row)]
@@ -529,9 +531,10 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
     final = final_returns(curve)
     low, high = bootstrap(final[None])[:, 0]
     steps = steps_to(curve, row.task.threshold)
+    training = "" if curve.about["returns"].startswith("evaluations") else ", training returns"
     cells = [
         row.task.title,
-        f"[{row.system}]({CSVS}/{row.name}.csv)",
+        f"[{row.system}]({CSVS}/{row.name}.csv){training}",
         f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
         f"{final.mean():.4g} ± {three_digits(final.std())}",
         str(len(final)),
@@ -593,14 +596,14 @@ Written by `python benchmarks/learning.py --report` from the CSVs in
 [benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
 curve. Python 3.11, no GPU.
 
-- **return**: interquartile mean over seeds and its 95% bootstrap interval, then mean ± standard
-  deviation, in the last 5% of the steps. Evaluations on full fresh episodes; training returns
-  for a peer that does not evaluate.
+- **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
+  interval, then mean ± standard deviation, in the last 5% of the steps. Evaluations on full fresh
+  episodes; training returns, marked so, of a peer that does not evaluate.
 - **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
   evaluation and compilation, on two idle cores of a virtual server, with the systems of an
-  environment taking turns: median of the timed calls [slowest, fastest]. An interval of zero width
-  is omitted.
+  environment taking turns: median of the timed calls [slowest, fastest]. In these columns, an
+  interval that rounds to a single value is omitted.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment; a learning rate or number of environments that was changed is in the name. CleanRL
@@ -616,7 +619,10 @@ Returns of the episodes of a trial, on test tasks, which training never draws (m
 deviation over seeds):
 """
 LEVEL_INTRODUCTION = """
-Time to PureJaxRL's final return (IQM over its seeds):
+The networks differ: a small CNN in `ppo_ff.py`, MLPs on flattened observations in PureJaxRL and
+Stoix, as in their published settings.
+
+Time to reach PureJaxRL's final return (IQM over its seeds):
 
 | environment | final return | system | steps to it | seconds to it |
 |---|---|---|---|---|
@@ -626,8 +632,8 @@ ABLATION_INTRODUCTION = """
 
 One detail changed at a time, by options or by replacements in the script's text
 ([ablations.py](../benchmarks/ablations.py); the CSV names them):
-`python benchmarks/learning.py --ablations`. An interval that overlaps the unchanged script's shows
-no effect with this many seeds.
+`python benchmarks/learning.py --ablations`. Where the intervals of a change and of the unchanged
+script overlap, these seeds do not show a difference; an effect may still exist.
 """
 ABLATION_HEADER = """
 | change | return (IQM) | mean ± std | seeds | steps to the threshold |
@@ -680,8 +686,7 @@ def report() -> str:
         text += f"\n\n![Learning curves: {section}](results/{file_name(section)}.png)\n\n"
         text += "Commands:\n\n```bash\n"
         for row, curve in curves:
-            patched = "    # with the change that the CSV names" * ("change" in curve.about)
-            text += "" if row.kind in PEERS else f"{curve.about['command']}{patched}\n"
+            text += "" if row.kind in PEERS else f"{curve.about['command']}\n"
         text += "```\n"
         trials = [row for row, _ in curves if row.kind == "ppo_meta"]
         text += trial_table(trials) if trials else ""

@@ -116,7 +116,7 @@ def mean_returns(returns, ended, batch):
 
 
 def clock(program, batch, least=10, calls=3, seconds_per_call=4.0):
-    """Times calls of about so many seconds. program(steps) -> seconds to compile, call."""
+    """Times calls of roughly `seconds_per_call`. program(steps) -> seconds to compile, call."""
     updates = least
     for _ in range(2):
         steps = updates * batch
@@ -272,7 +272,7 @@ def stoix_environments(config):
 
 
 def stoix_config(path, options):
-    """Its defaults but for `options`, whose names are those of its command line."""
+    """Its defaults, overridden by `options`, whose names are those of its command line."""
     from omegaconf import OmegaConf
 
     files = {"system": "system/ppo/ff_ppo", "network": "network/mlp", "arch": "arch/anakin"}
@@ -322,7 +322,7 @@ def stoix_curve(path, options, seeds):
 
 
 def stoix_program(module, env, config, updates):
-    """Returns the seconds to compile, and a call that makes so many updates."""
+    """Returns the seconds to compile, and a call that makes `updates` updates."""
     config.arch.num_updates = config.arch.num_updates_per_eval = updates
     learn, _, state = module.learner_setup(env, jax.random.split(jax.random.PRNGKey(0), 3), config)
     start = time.perf_counter()
@@ -437,7 +437,7 @@ def cleanrl_clock(path, words):
 
 def cleanrl(path, script, options, steps_per_call, calls):
     batch = options["num_envs"] * options["num_steps"]
-    steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
+    steps = max(1, steps_per_call // 20 // batch) * batch  # since it is slow
     sizes = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
     return 0.0, steps, cleanrl_seconds(path, {x: options[x] for x in sizes}, steps, calls)
 
@@ -453,7 +453,7 @@ def jaxmarl_trainer(path, options):
     wandb.log = lambda *_: None  # its callback after every update still runs
     with open(f"{path}/baselines/IPPO/config/ippo_ff_mpe.yaml") as file:
         config = yaml.safe_load(file)
-    config |= {"TOTAL_TIMESTEPS": 10_000_000, **options}  # PyYAML reads its 1e7 as a word.
+    config |= {"TOTAL_TIMESTEPS": 10_000_000, **options}  # PyYAML reads its 1e7 as a string.
     return ippo_ff_mpe.make_train(config), config
 
 
@@ -538,10 +538,11 @@ def xland_clock(path, words):
 
 def xland(path, script, options, steps_per_call, calls):
     module = xland_module(path)
-    batch = options["num_envs"] * 16
-    steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps_per_call // 20 // batch) * batch  # since it is slow
     config = module.TrainConfig(
         num_envs=options["num_envs"],
+        num_steps=options["num_steps"],
         num_minibatches=options["num_minibatches"],
         obs_emb_dim=16,  # its default
         rnn_hidden_dim=64,
@@ -566,7 +567,7 @@ def xland_meta(path, script, options, steps_per_call, calls):
     no_evaluation = Evaluation(jax.numpy.zeros(1), jax.numpy.zeros(1))
     module.rollout = lambda *_: no_evaluation
     batch = options["num_envs"] * options["num_steps"]
-    steps = max(1, steps_per_call // 20 // batch) * batch  # it takes its time
+    steps = max(1, steps_per_call // 20 // batch) * batch  # since it is slow
     config = module.TrainConfig(
         env_id=options["env_id"],
         num_envs=options["num_envs"],

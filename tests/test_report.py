@@ -105,7 +105,7 @@ def test_peers_are_described_and_slow_ones_have_fewer_seeds():
         assert hasattr(peers, f"{kind}_curve") and hasattr(peers, f"{kind}_clock")
     (row,) = learning.all_rows("Acrobot-v1__cleanrl")
     assert row.seeds == 3 < row.task.seeds
-    assert row.command == "learning.py --learn cleanrl (env_id=Acrobot-v1, 3 seeds)"
+    assert row.command.endswith("--only 'Acrobot-v1__cleanrl$' --peers cleanrl=DIR")
 
 
 def test_the_interval_of_the_median_is_that_of_scipy():
