@@ -83,13 +83,12 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
 
 def minatar(game: str, threshold: float) -> Task:
     env_id = f"{game}-MinAtar"
-    systems = {"ppo_ff": f"--env-id {env_id} {MINATAR}"}
-    if game == "Breakout":
-        epochs = "--update-epochs 4 --num-minibatches 8 --lr 5e-3"
-        systems["ppo_ff 4 epochs"] = f"{systems['ppo_ff']} {epochs}"
-    systems["purejaxrl"] = f"ENV_NAME={env_id} {PURE_MINATAR}"
     name = {"SpaceInvaders": "space_invaders"}.get(game, game.lower())
-    systems["stoix 16 envs"] = f"env=gymnax/{name} {STOIX_MINATAR}"
+    systems = {
+        "ppo_ff": f"--env-id {env_id} {MINATAR}",
+        "purejaxrl": f"ENV_NAME={env_id} {PURE_MINATAR}",
+        "stoix 16 envs": f"env=gymnax/{name} {STOIX_MINATAR}",
+    }
     return Task(env_id, threshold, 5, systems)
 
 
