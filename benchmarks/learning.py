@@ -57,7 +57,10 @@ class Task(NamedTuple):
 MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
-STOIX_MINATAR = "arch.total_timesteps=1e6 arch.total_num_envs=16 arch.num_eval_episodes=32"
+STOIX_MINATAR = (
+    "arch.total_timesteps=1e6 arch.total_num_envs=16 arch.num_eval_episodes=32"
+    " system.actor_lr=1e-3 system.critic_lr=1e-3"
+)
 
 
 def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = True) -> Task:
@@ -87,7 +90,7 @@ def minatar(game: str, threshold: float) -> Task:
     systems = {
         "ppo_ff": f"--env-id {env_id} {MINATAR}",
         "purejaxrl": f"ENV_NAME={env_id} {PURE_MINATAR}",
-        "stoix 16 envs": f"env=gymnax/{name} {STOIX_MINATAR}",
+        "stoix 16 envs lr 1e-3": f"env=gymnax/{name} {STOIX_MINATAR}",
     }
     return Task(env_id, threshold, 5, systems)
 
