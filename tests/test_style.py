@@ -135,7 +135,7 @@ def test_the_readme_states_the_number_of_lines(script):
 def test_the_readme_fits_on_a_few_screens():
     assert len(README.encode()) <= 9000
     lines = run_part("ppo_ff").count("\n")
-    assert f"The {lines} lines from there on run it" in README
+    assert f"The remaining {lines} lines run it" in README
 
 
 # ------------------------------------------ shape
