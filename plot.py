@@ -31,7 +31,7 @@ from scipy.stats import trim_mean
 
 # The style of all pictures of the project.
 BLUE, RED, GRAY = "#3d6cb9", "#e4572e", "#5b6372"
-COLORS = [BLUE, RED, "#2a9d8f", "#8e5bb5", "#d99a1c", GRAY, "#c4457d", "#6f8f2f"]
+COLORS = [BLUE, RED, "#2a9d8f", "#8e5bb5", "#d99a1c", GRAY, "#c4457d", "#6f8f2f", "#7a4b2a"]
 STYLE = {
     "axes.axisbelow": True,
     "axes.edgecolor": GRAY,

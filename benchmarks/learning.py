@@ -72,6 +72,8 @@ def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = T
         stoix = f"env=gymnax/{env_id.split('-')[0].lower()} arch.total_timesteps=5e5"
         systems["stoix 16 envs"] = f"{stoix} arch.total_num_envs=16"
         systems["cleanrl"] = f"env_id={env_id}"
+    if env_id == "Acrobot-v1":
+        systems["cleanrl lr 5e-3"] = f"env_id={env_id} learning_rate=5e-3"
     return Task(env_id, threshold, 10, systems)
 
 
