@@ -551,7 +551,10 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
 
 @matplotlib.rc_context(STYLE)
 def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
-    """A panel per environment against steps, and below it, where measured, against seconds."""
+    """A panel per environment against steps, and below it, where measured, against seconds.
+
+    The seconds are on a logarithmic axis where a system takes ten times as long as another.
+    """
     rows = [row for curves in panels.values() for row, _ in curves]
     systems = dict.fromkeys(row.system for row in rows)
     colors = dict(zip(systems, COLORS, strict=False))  # the same in all panels
@@ -579,7 +582,11 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
                     axes.fill_between(x, *band, color=color, **BAND)
         column[0].set(title=title, xlabel="environment steps", xlim=(0, None))
         column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        column[-1].set(xlim=(0, None))
+        ends = [x.steps[-1] / rates[row.name].median for row, x in curves if row.name in rates]
+        if ends and max(ends) > 10 * min(ends):
+            column[1].set_xscale("log")
+        else:
+            column[-1].set(xlim=(0, None))
         if timed:
             column[1].set(xlabel="training seconds of one seed")
             column[1].set_visible(any(row.name in rates for row, _ in curves))
