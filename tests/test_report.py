@@ -103,7 +103,7 @@ def test_peers_are_described_and_slow_ones_have_fewer_seeds():
     assert set(learning.PEERS) == set(learning.PEER_RETURNS)
     for kind in learning.PEERS:
         assert hasattr(peers, f"{kind}_curve") and hasattr(peers, f"{kind}_clock")
-    (row,) = learning.all_rows("Acrobot-v1__cleanrl")
+    (row,) = learning.all_rows("Acrobot-v1__cleanrl$")
     assert row.seeds == 3 < row.task.seeds
     assert row.command.endswith("--only 'Acrobot-v1__cleanrl$' --peers cleanrl=DIR")
 
