@@ -388,7 +388,7 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
 
 # ------------------------------------------ train
 def shuffle(key, size: int) -> jax.Array:
-    """A random permutation: sorts bits followed by the row. CartPole: 20% faster than argsort."""
+    """A random permutation. Sorts random words whose low bits are the row; faster than argsort."""
     row_bits = (size - 1).bit_length()
     bits = jax.random.bits(key, (size,))
     if row_bits > 16:  # too few random bits left
@@ -422,7 +422,7 @@ def make_train(config: Config) -> tuple:
     def learning_rate(update):
         return jnp.float32(config.lr * (1 - config.anneal_lr * update / config.num_updates))
 
-    def optimizer(update):  # fixed lr within an update
+    def optimizer(update):  # constant lr within an update
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
 

@@ -473,7 +473,7 @@ def make_train(config: Config) -> tuple:
     def learning_rate(update):
         return jnp.float32(config.lr * (1 - config.anneal_lr * update / config.num_updates))
 
-    def optimizer(update):  # fixed lr within an update
+    def optimizer(update):  # constant lr within an update
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
 

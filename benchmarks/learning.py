@@ -235,7 +235,7 @@ SECTIONS = {
 
 
 def ablate(title: str, system: str, changes: dict) -> Task:
-    """The system as in the task of that title, then five seeds with one change each."""
+    """The system, which is a row of the task of that title, and five seeds of each change."""
     base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
     options = base.systems[system]
     systems, patches = {system: options}, {}
@@ -298,6 +298,10 @@ class Row(NamedTuple):
     @property
     def seeds(self) -> int:
         return 3 if self.kind in SLOW or self.system in SLOW else self.task.seeds
+
+    @property
+    def settings(self) -> str:
+        return f"{' '.join(self.words)}, {self.seeds} seeds"
 
     @property
     def command(self) -> str:
@@ -403,7 +407,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         ]
         if row.kind in PEERS:
             about += [f"# peer: {PEERS[row.kind]}"]
-            about += [f"# settings: {' '.join(row.words)}, {row.seeds} seeds"]
+            about += [f"# settings: {row.settings}"]
             about += [f"# returns: {PEER_RETURNS[row.kind]}"]
             curve, episodes = run_peer(row, peers[row.kind]), []
         else:
@@ -796,7 +800,11 @@ def main():
     elif args.clock:
         clock(all_rows(args.only), peers, args.rounds)
     else:
-        measure(all_rows(args.only, ABLATIONS if args.ablations else None), peers)
+        rows = all_rows(args.only)
+        if args.ablations:  # what they are compared with is measured without this option
+            known = {row.name for row in all_rows("")}
+            rows = [row for row in all_rows(args.only, ABLATIONS) if row.name not in known]
+        measure(rows, peers)
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def test_every_curve_is_that_of_the_table(task):
     for row in (learning.Row(task, system) for system in task.systems):
         curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
         assert curve.about["command"] == row.command
+        if row.kind in learning.PEERS:
+            assert curve.about["settings"] == row.settings
         assert curve.values.shape[1] == row.seeds
 
 
