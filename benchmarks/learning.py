@@ -250,7 +250,10 @@ def ablate(title: str, system: str, changes: dict) -> Task:
 
 ABLATIONS = [
     ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
-    ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN),
+    ablate("Breakout-MinAtar", "ppo_ff", ablations.ENTROPY),
+    ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN | ablations.ENTROPY),
+    ablate("SpaceInvaders-MinAtar", "ppo_ff", ablations.ENTROPY),
+    ablate("Freeway-MinAtar", "ppo_ff", ablations.ENTROPY),
     ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
 ]
