@@ -1,6 +1,7 @@
 """Each patch of docs/details.md applies to its script and trains; so does `--policy beta`."""
 
 import re
+import sys
 import types
 
 import jax
@@ -10,8 +11,11 @@ import pytest
 from conftest import ROOT, load_script, tiny
 from probes import start
 
+sys.path.append(str(ROOT / "benchmarks"))
+import ablations
+
 PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "details.md").read_text(), re.S)
-MULTI_DISCRETE, MASKED = PATCHES
+MULTI_DISCRETE, MASKED, DECAYING_BONUS = PATCHES
 
 
 def patched(script: str, *patches: str) -> types.ModuleType:
@@ -93,6 +97,31 @@ def test_a_masked_action_is_never_taken(train):
     best = np.mean([np.nonzero(np.array(observe(key)))[0][-1] for key in keys(500)])
     assert result > best - 0.15
     assert returns[0, 0] < best - 0.5
+
+
+def test_the_entropy_bonus_decays():
+    module = patched("ppo_ff", DECAYING_BONUS)
+    ppo_loss = module.ppo_loss
+
+    def loss_with_coefficient(*args):
+        loss, metrics = ppo_loss(*args)
+        return loss, metrics | {"ent_coef": args[-1].ent_coef}
+
+    module.ppo_loss = loss_with_coefficient
+    config = tiny(module)
+    state, train = start(module, config)
+    coefficients = []
+    for _ in range(config.num_evals):
+        state, metrics = train(state)
+        coefficients.append(np.array(metrics["ent_coef"])[0, :, 0])
+    update = np.arange(config.num_updates)
+    expected = 0.05 * (1 - update / config.num_updates)
+    np.testing.assert_allclose(np.concatenate(coefficients), expected, rtol=1e-6)
+
+
+def test_the_patch_of_the_entropy_bonus_is_the_measured_one():
+    added = [line[1:] for line in DECAYING_BONUS.splitlines() if line[0] == "+"]
+    assert "\n".join(added).strip() == ablations.DECAYING_BONUS
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_obs_norm"])
