@@ -86,7 +86,7 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     return Task(env_id, threshold, seeds, systems)
 
 
-def minatar(game: str, threshold: float) -> Task:
+def minatar(game: str, threshold: float, seeds: int = 5) -> Task:
     env_id = f"{game}-MinAtar"
     name = {"SpaceInvaders": "space_invaders"}.get(game, game.lower())
     systems = {
@@ -94,7 +94,7 @@ def minatar(game: str, threshold: float) -> Task:
         "purejaxrl": f"ENV_NAME={env_id} {PURE_MINATAR}",
         "stoix 16 envs lr 1e-3": f"env=gymnax/{name} {STOIX_MINATAR}",
     }
-    return Task(env_id, threshold, 5, systems)
+    return Task(env_id, threshold, seeds, systems)
 
 
 def minigrid(name: str, threshold: float, options: str = "", xland: bool = False) -> Task:
@@ -175,7 +175,7 @@ SECTIONS = {
         brax("hopper", 500, "ppo_continuous", "ppo_obs_norm"),
     ],
     "MinAtar": [
-        minatar("Breakout", 20),
+        minatar("Breakout", 20, seeds=20),
         minatar("Asterix", 2),
         minatar("SpaceInvaders", 70),
         minatar("Freeway", 28),
@@ -234,8 +234,8 @@ SECTIONS = {
 }
 
 
-def ablate(title: str, system: str, changes: dict) -> Task:
-    """The system, which is a row of the task of that title, and five seeds of each change."""
+def ablate(title: str, system: str, changes: dict, seeds: int = 5) -> Task:
+    """The system, which is a row of the task of that title, and each change."""
     base = next(task for tasks in SECTIONS.values() for task in tasks if task.title == title)
     options = base.systems[system]
     systems, patches = {system: options}, {}
@@ -245,12 +245,12 @@ def ablate(title: str, system: str, changes: dict) -> Task:
         systems[name] = f"{options} {change}" if is_option else options
         if not is_option:
             patches[name] = change
-    return base._replace(seeds=5, systems=systems, patches=patches)
+    return base._replace(seeds=seeds, systems=systems, patches=patches)
 
 
 ABLATIONS = [
     ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
-    ablate("Breakout-MinAtar", "ppo_ff", ablations.ENTROPY),
+    ablate("Breakout-MinAtar", "ppo_ff", ablations.ENTROPY, seeds=20),
     ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN | ablations.ENTROPY),
     ablate("SpaceInvaders-MinAtar", "ppo_ff", ablations.ENTROPY),
     ablate("Freeway-MinAtar", "ppo_ff", ablations.ENTROPY),
