@@ -12,6 +12,7 @@ import ablations
 import learning
 
 ABLATIONS = learning.all_rows("", learning.ABLATIONS)
+CHANGES = [row for row in ABLATIONS if row.system != row.kind]  # without the unchanged scripts
 ROWS = [*learning.all_rows(""), *ABLATIONS]
 ROWS = [row for row in ROWS if (learning.RESULTS / f"{row.name}.csv").exists()]
 TASKS = [task for tasks in learning.SECTIONS.values() for task in tasks]
@@ -54,6 +55,13 @@ def test_every_curve_is_that_of_the_table(task):
 def test_no_file_is_without_its_row():
     names = {f"{row.name}.csv" for row in ROWS}
     assert {path.name for path in learning.RESULTS.glob("*.csv")} - {"clock.csv"} == names
+
+
+@pytest.mark.parametrize("row", CHANGES, ids=lambda row: row.name)
+def test_every_ablation_is_that_of_the_table(row):
+    curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
+    assert curve.about["command"] == row.command
+    assert curve.values.shape[1] == row.seeds
 
 
 @pytest.mark.parametrize("row", ABLATIONS, ids=lambda row: row.name)
