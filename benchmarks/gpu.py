@@ -4,17 +4,22 @@
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
 
 Three tables: steps/s of every script at three sizes, what the choices made for CPUs cost there
-(replacements of ideas.py), and the returns of one run each. Every script has its own process.
-Measurements that would start after `--minutes` are left out and named.
+(replacements of ideas.py), and one run each, from the command line. Every script has its own
+process. Those of the first two tables compile at the same time, which lengthens their compile
+seconds, and are then timed alone, one after the other. What would start after `--minutes` is left
+out and named.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,46 +57,69 @@ RETURNS = [
 ]
 
 
-def measure_speed(name: str, shrink: int):
+def measure_speed(name: str, shrink: int, lock: str):
     """Prints a line of JSON per size: environments, steps/s, compile seconds."""
     import speed
 
     script, options, sizes = SPEED[name]
-    for size in sizes:
-        num_envs = max(size // shrink, 16)
-        sized = {**options, "num_envs": num_envs}
-        batch = num_envs * options.get("num_steps", 29)
-        compile_seconds, steps, seconds = speed.ours(script, sized, 4 * batch, 3)
-        result = [num_envs, steps / sorted(seconds)[1], compile_seconds]
-        print(json.dumps(result), flush=True)
+    programs = []
+    with turn(lock, fcntl.LOCK_SH):
+        for size in sizes:
+            sized = {**options, "num_envs": max(size // shrink, 16)}
+            programs.append((sized["num_envs"], compile_program(speed, script, sized)))
+    with turn(lock, fcntl.LOCK_EX):
+        for num_envs, (compile_seconds, steps, call) in programs:
+            print(json.dumps([num_envs, rate(speed, steps, call), compile_seconds]), flush=True)
 
 
-def measure_choice(name: str, shrink: int):
+def measure_choice(name: str, shrink: int, lock: str):
     """Prints a line of JSON: environments, steps/s of the script, steps/s with the idea."""
     import ideas
     import speed
 
     script, options, replacements = ideas.IDEAS[name]
-    num_envs = max(CHOICES[name] // shrink, 16)
-    sized = {**options, "num_envs": num_envs, "num_steps": 32}
-    rates = []
-    for changes in ([], replacements):
-        ideas.load(script, changes)
-        _, steps, seconds = speed.ours(script, sized, 4 * num_envs * 32, 3)
-        rates.append(steps / sorted(seconds)[1])
-    print(json.dumps([num_envs, *rates]), flush=True)
+    sized = {**options, "num_envs": max(CHOICES[name] // shrink, 16), "num_steps": 32}
+    programs = []
+    with turn(lock, fcntl.LOCK_SH):
+        for changes in ([], replacements):
+            ideas.load(script, changes)
+            programs.append(compile_program(speed, script, sized))
+    with turn(lock, fcntl.LOCK_EX):
+        rates = [rate(speed, steps, call) for _, steps, call in programs]
+    print(json.dumps([sized["num_envs"], *rates]), flush=True)
 
 
-def in_a_process(kind: str, name: str, shrink: int, deadline: float) -> list:
+@contextlib.contextmanager
+def turn(lock: str, kind: int):
+    """Many processes compile at a time (LOCK_SH); one is timed while none compiles (LOCK_EX)."""
+    with open(lock) as file:
+        fcntl.flock(file, kind)
+        yield
+
+
+def compile_program(speed, script: str, options: dict):
+    # So many updates per call that the evaluation at its end, of one episode, hardly counts.
+    updates = 8 if script == "disco" else 32
+    return speed.compile_ours(
+        script, options, updates * options["num_envs"] * options.get("num_steps", 29)
+    )
+
+
+def rate(speed, steps: int, call) -> float:
+    """Steps/s: the median of three calls after a warm-up."""
+    return steps / sorted(speed.timed_calls(call, 3))[1]
+
+
+def in_a_process(kind: str, name: str, shrink: int, lock: str, deadline: float) -> tuple:
     """The lines that the process printed, and why it ended early."""
     left = deadline - time.monotonic()
     if left < 10:
         return [], "no time left"
     command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
+    command += ["--lock", lock, "--shrink", str(shrink)]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         try:
-            command += ["--shrink", str(shrink)]
             process = subprocess.run(command, env=env, stdout=out, stderr=errors, timeout=left)
             failed = process.returncode
         except subprocess.TimeoutExpired:
@@ -110,19 +138,22 @@ def train(words: str, shrink: int, deadline: float) -> str:
     """A row of the table of returns."""
     left = deadline - time.monotonic()
     if left < 10:
-        return f"| `{words}` | no time left | | |"
+        return f"| `{words}` | no time left | | | | |"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", *words.split(), "--run-dir", folder]
         if shrink > 1:
             command += ["--num-envs", "16", "--total-timesteps", "1e5"]
+        start = time.monotonic()
         try:
             subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=left)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            return f"| `{words}` | {type(error).__name__} | | |"
+            last = (error.stderr or b"").decode().strip().splitlines()[-1:]
+            return f"| `{words}` | {type(error).__name__} {last} | | | | |"
+        total = time.monotonic() - start
         summary = json.loads(Path(folder, "summary.json").read_text())
-    returned, rate = summary["eval_return_mean"], summary["steps_per_second"]
-    total = summary["compile_seconds"] + summary["train_seconds"]
-    return f"| `{words}` | {returned:.4g} | {rate:,.0f} | {total:.1f} |"
+    cells = f"{summary['eval_return_mean']:.4g} | {summary['steps_per_second']:,.0f} | "
+    cells += f"{summary['compile_seconds']:.1f} | {summary['train_seconds']:.1f} | {total:.1f}"
+    return f"| `{words}` | {cells} |"
 
 
 def main():
@@ -132,30 +163,40 @@ def main():
     parser.add_argument("--shrink", type=int, default=1, help="divide the environments by this")
     parser.add_argument("--minutes", type=float, default=9.5, help="start nothing after these")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
         kind, name = args.measure
-        return {"speed": measure_speed, "choice": measure_choice}[kind](name, args.shrink)
+        measure = {"speed": measure_speed, "choice": measure_choice}[kind]
+        return measure(name, args.shrink, args.lock)
     deadline = time.monotonic() + 60 * args.minutes
-    print("| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
-    for name, (script, *_) in SPEED.items():
-        lines, problem = in_a_process("speed", name, args.shrink, deadline)
-        for num_envs, rate, seconds in lines:
-            print(f"| `{script}.py`, {name} | {num_envs} | {rate:,.0f} | {seconds:.1f} |")
-        if problem:
-            print(f"| `{script}.py`, {name} | | {problem} | |")
-        sys.stdout.flush()
-    print("\n| command | return | steps/s | seconds in all |\n|---|---|---|---|", flush=True)
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        start = lambda kind, name: pool.submit(
+            in_a_process, kind, name, args.shrink, lock.name, deadline
+        )
+        speeds = {name: start("speed", name) for name in SPEED}
+        choices = {name: start("choice", name) for name in CHOICES}
+        print("| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
+        for name, future in speeds.items():
+            lines, problem = future.result()
+            work = f"`{SPEED[name][0]}.py`, {name}"
+            for num_envs, steps_per_second, seconds in lines:
+                cells = f"{num_envs} | {steps_per_second:,.0f} | {seconds:.1f}"
+                print(f"| {work} | {cells} |", flush=True)
+            if problem:
+                print(f"| {work} | | {problem} | |", flush=True)
+        print("\n| choice | environments | script | with it | |\n|---|---|---|---|---|")
+        for name, future in choices.items():
+            lines, problem = future.result()
+            for num_envs, plain, changed in lines:
+                cells = f"{num_envs} | {plain:,.0f} | {changed:,.0f} | {changed / plain:.2f} ×"
+                print(f"| {name} | {cells} |", flush=True)
+            if problem:
+                print(f"| {name} | | {problem} | | |", flush=True)
+    print("\n| command | return | steps/s | compile s | training s | seconds in all |")
+    print("|---|---|---|---|---|---|", flush=True)
     for words in RETURNS:
         print(train(words, args.shrink, deadline), flush=True)
-    print("\n| choice | environments | script | with it | |\n|---|---|---|---|---|", flush=True)
-    for name in CHOICES:
-        lines, problem = in_a_process("choice", name, args.shrink, deadline)
-        for num_envs, plain, changed in lines:
-            cells = f"{num_envs} | {plain:,.0f} | {changed:,.0f} | {changed / plain:.2f} ×"
-            print(f"| {name} | {cells} |", flush=True)
-        if problem:
-            print(f"| {name} | | {problem} | | |", flush=True)
 
 
 if __name__ == "__main__":

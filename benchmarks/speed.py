@@ -115,8 +115,8 @@ def make_long_call(script, options, steps_per_call):
     return module, module.Config(**options, total_timesteps=total)
 
 
-def ours(script, options, steps_per_call, calls):
-    """A script's compiled program, without files."""
+def compile_ours(script, options, steps_per_call):
+    """A script's program, without files. Returns seconds to compile it, steps per call, call()."""
     import jax
 
     module, config = make_long_call(script, options, steps_per_call)
@@ -131,7 +131,11 @@ def ours(script, options, steps_per_call, calls):
         state, metrics = train(state)
         jax.block_until_ready((state, metrics))
 
-    steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    return compile_seconds, config.updates_per_eval * config.batch_size * config.num_seeds, call
+
+
+def ours(script, options, steps_per_call, calls):
+    compile_seconds, steps, call = compile_ours(script, options, steps_per_call)
     return compile_seconds, steps, timed_calls(call, calls)
 
 
