@@ -5,8 +5,8 @@
 
 Three tables: steps/s of every script at three sizes, what the choices made for CPUs cost there
 (replacements of ideas.py), and one run each, from the command line. Every script has its own
-process. Those of the first two tables compile at the same time, which lengthens their compile
-seconds, and are then timed alone, one after the other. What would start after `--minutes` is left
+process. Those of the first two tables compile three at a time, which lengthens their compile
+seconds, and are timed alone, one after the other. What would start after `--minutes` is left
 out and named.
 """
 
@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ CARTPOLE = {"num_steps": 32, "num_minibatches": 8}
 BREAKOUT = {"env_id": "Breakout-MinAtar", "num_steps": 32, "num_minibatches": 8}
 PENDULUM = {"num_steps": 32, "num_minibatches": 8}
 GRU = {"hidden_size": 1024, "head_size": 256, "num_steps": 16}
+LARGE = {**GRU, "num_minibatches": 4}
 SPEED = {  # name: script, configuration, numbers of environments
     "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17)),
     "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16)),
@@ -36,6 +38,8 @@ SPEED = {  # name: script, configuration, numbers of environments
     "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15)),
     "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13)),
     "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**11, 2**12, 2**13)),
+    "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", LARGE, (2**13,)),
+    "Empty-6x6, GRU 1024, 4 minibatches, bf16": ("ppo_rnn", {**LARGE, "bf16": True}, (2**13,)),
     "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15)),
     "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10)),
 }
@@ -62,14 +66,14 @@ def measure_speed(name: str, shrink: int, lock: str):
     import speed
 
     script, options, sizes = SPEED[name]
-    programs = []
-    with turn(lock, fcntl.LOCK_SH):
-        for size in sizes:
-            sized = {**options, "num_envs": max(size // shrink, 16)}
-            programs.append((sized["num_envs"], compile_program(speed, script, sized)))
-    with turn(lock, fcntl.LOCK_EX):
-        for num_envs, (compile_seconds, steps, call) in programs:
-            print(json.dumps([num_envs, rate(speed, steps, call), compile_seconds]), flush=True)
+    for size in sizes:
+        sized = {**options, "num_envs": max(size // shrink, 16)}
+        with turn(lock, fcntl.LOCK_SH):
+            compile_seconds, steps, call = compile_program(speed, script, sized)
+        with turn(lock, fcntl.LOCK_EX):
+            result = [sized["num_envs"], rate(speed, steps, call), compile_seconds]
+        print(json.dumps(result), flush=True)
+        call = None  # frees the device's memory
 
 
 def measure_choice(name: str, shrink: int, lock: str):
@@ -91,7 +95,7 @@ def measure_choice(name: str, shrink: int, lock: str):
 
 @contextlib.contextmanager
 def turn(lock: str, kind: int):
-    """Many processes compile at a time (LOCK_SH); one is timed while none compiles (LOCK_EX)."""
+    """Several processes compile at a time (LOCK_SH); one is timed while none compiles (LOCK_EX)."""
     with open(lock) as file:
         fcntl.flock(file, kind)
         yield
@@ -162,6 +166,7 @@ def main():
     )
     parser.add_argument("--shrink", type=int, default=1, help="divide the environments by this")
     parser.add_argument("--minutes", type=float, default=9.5, help="start nothing after these")
+    parser.add_argument("--only", default="", help="rows that contain this, with | a choice")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -170,12 +175,12 @@ def main():
         measure = {"speed": measure_speed, "choice": measure_choice}[kind]
         return measure(name, args.shrink, args.lock)
     deadline = time.monotonic() + 60 * args.minutes
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(3) as pool:
         start = lambda kind, name: pool.submit(
             in_a_process, kind, name, args.shrink, lock.name, deadline
         )
-        speeds = {name: start("speed", name) for name in SPEED}
-        choices = {name: start("choice", name) for name in CHOICES}
+        speeds = {name: start("speed", name) for name in SPEED if re.search(args.only, name)}
+        choices = {name: start("choice", name) for name in CHOICES if re.search(args.only, name)}
         print("| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
         for name, future in speeds.items():
             lines, problem = future.result()
@@ -195,7 +200,7 @@ def main():
                 print(f"| {name} | | {problem} | | |", flush=True)
     print("\n| command | return | steps/s | compile s | training s | seconds in all |")
     print("|---|---|---|---|---|---|", flush=True)
-    for words in RETURNS:
+    for words in [words for words in RETURNS if re.search(args.only, words)]:
         print(train(words, args.shrink, deadline), flush=True)
 
 
