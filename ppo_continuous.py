@@ -90,7 +90,7 @@ class Config:
 
     def __post_init__(self):
         for name, value in vars(self).items():
-            low = 0 if name in ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef") else 1e-12
+            low = 0 if name.endswith(("seed", "gamma", "lambda", "coef")) else 1e-12
             high = 1 if name in ("gamma", "gae_lambda") else 1e18
             if type(value) in (int, float) and not low <= value <= high:
                 raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
@@ -365,7 +365,7 @@ def make_train(config: Config) -> tuple:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config.hidden_size, config.policy)
-    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    kl_limit = config.target_kl or jnp.inf
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):
@@ -424,8 +424,8 @@ def make_train(config: Config) -> tuple:
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
         advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
-        loss_grad = jax.grad(ppo_loss, has_aux=True)
-        grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
+        inputs = (network.apply, batch, advantage, target, config)
+        grads, metrics = jax.grad(ppo_loss, has_aux=True)(state.params, *inputs)
         grads, metrics = pmean((grads, metrics))
         metrics["optim/grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer(state.update).update(grads, state.opt_state)

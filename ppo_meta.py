@@ -413,7 +413,7 @@ def make_train(config: Config) -> tuple:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config)
-    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    kl_limit = config.target_kl or jnp.inf
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):
@@ -484,8 +484,8 @@ def make_train(config: Config) -> tuple:
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
         advantage /= jnp.maximum(jnp.sqrt(pmean((advantage**2).mean())), config.min_advantage_std)
-        loss_grad = jax.grad(ppo_loss, has_aux=True)
-        grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)
+        inputs = (network.apply, batch, advantage, target, config)
+        grads, metrics = jax.grad(ppo_loss, has_aux=True)(state.params, *inputs)
         grads, metrics = pmean((grads, metrics))
         metrics["optim/grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer(state.update).update(grads, state.opt_state)

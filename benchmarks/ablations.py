@@ -15,12 +15,6 @@ last_value = jax.vmap(critic)(runner.obs)  # [N]
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])"""
 STEPS = "steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)"
 KERNEL = "kernel_init=nn.initializers.orthogonal(scale)"
-LOSS = "grads, metrics = loss_grad(state.params, network.apply, batch, advantage, target, config)"
-DECAYING_BONUS = """\
-left = 1 - state.update / config.num_updates
-        loss_config = dataclasses.replace(config, ent_coef=0.05 * left)
-        inputs = (network.apply, batch, advantage, target, loss_config)
-        grads, metrics = loss_grad(state.params, *inputs)"""
 OBS = "obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)\n"
 
 PPO = {
@@ -34,7 +28,7 @@ PPO = {
     "target KL 0.02": "--target-kl 0.02",
 }
 CNN = {"no layer normalization": [("nn.LayerNorm(use_bias=False, use_scale=False)(x)", "x")]}
-ENTROPY = {"entropy bonus from 0.05 to 0": [(LOSS, DECAYING_BONUS)]}
+ENTROPY = {"constant entropy bonus of 0.01": [("ent_coef=config.ent_coef * left", "ent_coef=0.01")]}
 NORMALIZATION = {
     "no reward scaling": "--no-normalize-reward",
     "no observation statistics": [(OBS, "obs = 1.0 * obs\n")],

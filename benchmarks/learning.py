@@ -249,7 +249,7 @@ def ablate(title: str, system: str, changes: dict, seeds: int = 5) -> Task:
 
 
 ABLATIONS = [
-    ablate("Acrobot-v1", "ppo_ff", ablations.PPO),
+    ablate("Acrobot-v1", "ppo_ff", ablations.PPO | ablations.ENTROPY),
     ablate("Breakout-MinAtar", "ppo_ff", ablations.ENTROPY, seeds=20),
     ablate("Asterix-MinAtar", "ppo_ff", ablations.PPO | ablations.CNN | ablations.ENTROPY),
     ablate("SpaceInvaders-MinAtar", "ppo_ff", ablations.ENTROPY),
