@@ -429,7 +429,7 @@ def make_train(config: Config) -> tuple:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     network = ActorCritic(config.hidden_size, continuous)
     apply_agents = jax.vmap(network.apply, (None if config.share_parameters else 0, 0))
-    kl_limit = config.target_kl or jnp.inf
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(lr, update):
@@ -452,7 +452,6 @@ def make_train(config: Config) -> tuple:
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         outcome = env_step(step_key, runner.env_state, action)
         obs, env_state, reward, terminated, truncated, next_obs = outcome
-        earned = jnp.stack([reward, jnp.ones_like(reward)], axis=1)  # [K, 2]
         transition = Transition(
             obs=runner.obs,
             action=action,
@@ -462,7 +461,7 @@ def make_train(config: Config) -> tuple:
             terminated=terminated,
             next_obs=next_obs,
             done=terminated | truncated | ~runner.obs.active,
-            episode=runner.episode * ~runner.done + earned,
+            episode=runner.episode * ~runner.done + jnp.stack([reward, jnp.ones_like(reward)], 1),
         )
         done = transition.done.all()
         return RunnerState(key, obs, env_state, done, transition.episode), transition

@@ -349,8 +349,9 @@ def make_train(config: Config) -> tuple:
     env_reset, env_step, num_actions = make_env(config)
     is_minatar = "MinAtar" in config.env_id
     network = ActorCritic(num_actions, config.hidden_size or (128 if is_minatar else 64))
-    config = dataclasses.replace(config, lr=config.lr or (7e-3 if is_minatar else 3e-3))
-    kl_limit = config.target_kl or jnp.inf
+    if config.lr is None:
+        config = dataclasses.replace(config, lr=7e-3 if is_minatar else 3e-3)
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):
@@ -410,7 +411,7 @@ def make_train(config: Config) -> tuple:
         # Mean, variance and gradient span all devices.
         advantage -= pmean(advantage.mean())
         advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
-        left = 1 - state.update / config.num_updates  # from 1 to 0
+        left = 1 - state.update / config.num_updates
         loss_config = dataclasses.replace(config, ent_coef=config.ent_coef * left)
         inputs = (network.apply, batch, advantage, target, state.kl_coef, loss_config)
         grads, metrics = jax.grad(ppo_loss, has_aux=True)(state.params, *inputs)

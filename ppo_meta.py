@@ -240,7 +240,7 @@ class GRU(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic share memory and encoder (of xminigrid's tiles)."""
+    """A policy and a value function."""
 
     num_actions: int
     config: Config
@@ -413,7 +413,7 @@ def make_train(config: Config) -> tuple:
         raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config)
-    kl_limit = config.target_kl or jnp.inf
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):

@@ -416,7 +416,7 @@ def make_train(config: Config) -> tuple:
     policy_type = "categorical" if is_discrete else config.policy
     network = ActorCritic(num_actions, config.hidden_size, policy_type)
     decay = jnp.array([1.0, 1.0, config.gamma])  # per-step factors of Transition.episode
-    kl_limit = config.target_kl or jnp.inf
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):

@@ -212,7 +212,7 @@ class GRU(nn.Module):
 
 
 class ActorCritic(nn.Module):
-    """Actor and critic share memory and encoder (of xminigrid's tiles)."""
+    """A policy and a value function."""
 
     num_actions: int
     config: Config
@@ -386,7 +386,7 @@ def make_train(config: Config) -> tuple:
     network = ActorCritic(num_actions, config)
     epochs = config.update_epochs or (4 if "MiniGrid-Memory" in config.env_id else 1)
     config = dataclasses.replace(config, update_epochs=epochs)
-    kl_limit = config.target_kl or jnp.inf
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):

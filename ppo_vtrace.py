@@ -467,7 +467,7 @@ def make_train(config: Config) -> tuple:
     build = lambda key: ActorCritic(obs_size, num_actions, policy_type, config, nnx.Rngs(key))
     graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
     decay = jnp.array([1.0, 1.0, config.gamma])  # per-step factors of Transition.episode
-    kl_limit = config.target_kl or jnp.inf
+    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
     pmean = lambda x: jax.lax.pmean(x, "devices")
 
     def learning_rate(update):

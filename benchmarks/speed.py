@@ -54,7 +54,7 @@ WORK = {  # name: script and configuration
             "num_envs": 64,
             "num_minibatches": 8,
             "env_id": "Breakout-MinAtar",
-            "network": "mlp",
+            "flat_obs": True,  # for the MLP
         },
     ),
     "Pendulum 64 envs": ("ppo_continuous", PENDULUM),
@@ -102,13 +102,36 @@ def timed_calls(call, count):
     return seconds
 
 
+def load(script, options):
+    """The script's module and its options, of which `flat_obs` turns images into vectors here."""
+    module, options = importlib.import_module(script), dict(options)
+    if options.pop("flat_obs", False):
+        make_env = module.make_env
+
+        def make_flat_env(config):
+            reset, step, num_actions = make_env(config)
+
+            def flat_reset(key):
+                obs, env_state = reset(key)
+                return obs.ravel(), env_state
+
+            def flat_step(*args):
+                obs, *outcome, next_obs = step(*args)
+                return obs.ravel(), *outcome, next_obs.ravel()
+
+            return flat_reset, flat_step, num_actions
+
+        module.make_env = make_flat_env
+    return module, options
+
+
 def make_long_call(script, options, steps_per_call):
     """The script's module and a Config whose calls of `train` make so many steps.
 
     One of 1000 calls, so that the learning rate hardly decays. Evaluates a single episode.
     """
-    module = importlib.import_module(script)
-    options = {**options, "eval_episodes": 1, "num_evals": 1000}
+    module, options = load(script, options)
+    options |= {"eval_episodes": 1, "num_evals": 1000}
     batch_size = module.Config(**{**options, "total_timesteps": 1e12}).batch_size
     updates = max(1, steps_per_call // batch_size)
     total = updates * batch_size * options["num_evals"]
@@ -220,7 +243,7 @@ def environment(script, options, steps_per_call, calls):
     """The environment alone, with random actions."""
     import jax
 
-    module = importlib.import_module(script)
+    module, options = load(script, options)
     config = module.Config(**options)
     reset, step, num_actions, *is_discrete = module.make_env(config)
     num_envs, num_steps = config.num_envs, max(1, steps_per_call // config.num_envs)
@@ -261,7 +284,7 @@ def shuffling(script, options, steps_per_call, calls):
     import jax
     import jax.numpy as jnp
 
-    module = importlib.import_module(script)
+    module, options = load(script, options)
     config = module.Config(**options)
     size = config.num_envs if script == "ppo_rnn" else config.batch_size
     width = config.batch_size // size

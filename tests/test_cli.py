@@ -308,7 +308,7 @@ PROGRAM = {  # an option of the compiled program, and a value other than tiny's 
     "memory": None,
 }
 # Tested one by one: those of the run, and those of the environment.
-OTHERS = {"env_id", "env_params", "network", "seed", "run_dir", "init_from", "track", "distributed"}
+OTHERS = {"env_id", "env_params", "seed", "run_dir", "init_from", "track", "distributed"}
 OTHERS |= {"benchmark_id", "ruleset_id", "img_obs"}
 
 
@@ -343,20 +343,18 @@ def test_every_option_changes_the_program(module, monkeypatch):
             assert program(module, tiny(module, **{name: value})) != base, name
 
 
-def test_defaults_depend_on_the_kind_of_observation():
+def test_minatar_has_its_own_network():
     module = load_script("ppo_ff")
     shapes = {}
-    for network in ("auto", "mlp"):
-        for env_id in ("CartPole-v1", "Breakout-MinAtar"):
-            config = tiny(module, env_id=env_id, network=network, hidden_size=None, lr=None)
-            init, *_ = getattr(module.make_train, "original", module.make_train)(config)
-            keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-            params = jax.eval_shape(init, keys).params
-            shapes[env_id, network] = [x.shape for x in jax.tree.leaves(params)]
-    assert shapes["CartPole-v1", "auto"] == shapes["CartPole-v1", "mlp"]
+    for env_id in ("CartPole-v1", "Breakout-MinAtar"):
+        config = tiny(module, env_id=env_id, hidden_size=None, lr=None)
+        init, *_ = getattr(module.make_train, "original", module.make_train)(config)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
+        params = jax.eval_shape(init, keys).params
+        shapes[env_id] = [x.shape for x in jax.tree.leaves(params)]
     sizes = {key: {n for shape in value for n in shape[2:]} for key, value in shapes.items()}
-    assert 64 in sizes["Breakout-MinAtar", "mlp"] and 128 in sizes["Breakout-MinAtar", "auto"]
-    assert (1, 1, 9 * 4, 16) in shapes["Breakout-MinAtar", "auto"]  # a 3 x 3 convolution
+    assert 64 in sizes["CartPole-v1"] and 128 in sizes["Breakout-MinAtar"]
+    assert (1, 1, 9 * 4, 16) in shapes["Breakout-MinAtar"]  # a 3 x 3 convolution
 
 
 @pytest.mark.parametrize("script", ["ppo_ff", "ppo_drift"])
@@ -364,7 +362,7 @@ def test_defaults_depend_on_the_kind_of_observation():
 def test_default_learning_rate_is_that_of_the_help(script, env_id, which):
     module = load_script(script)
     line = next(x for x in (ROOT / f"{script}.py").read_text().splitlines() if "    lr: " in x)
-    rates = re.search(r"None: (\S+), or (\S+) for a CNN", line).groups()
+    rates = re.search(r"None: (\S+), or (\S+) in MinAtar", line).groups()
     config = tiny(module, env_id=env_id, lr=None, num_seeds=1)
     init, train, *_ = getattr(module.make_train, "original", module.make_train)(config)
     _, metrics = train(init(jax.random.split(jax.random.key(0), 1)))

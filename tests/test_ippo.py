@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from gymnax.environments import spaces
 from probes import start, to_numpy
+from test_patches import CONSTANT_BONUS, patched
 
 import ippo
 import ppo_ff
@@ -217,13 +218,15 @@ def test_training_one_agent_is_ppo_ff(use, monkeypatch, no_evaluation):
     """Three updates of several epochs and minibatches, time limits and terminations included."""
     env = Toy(num_agents=1)
     use(env)
-    monkeypatch.setattr(ppo_ff, "make_env", plain_env(env))
+    one_agent = patched("ppo_ff", CONSTANT_BONUS)
+    monkeypatch.setattr(one_agent, "make_env", plain_env(env))
     same = {"num_envs": 4, "num_steps": 16, "num_minibatches": 4, "hidden_size": 8, "num_evals": 1}
     same |= {"gamma": 0.5, "gae_lambda": 0.75, "clip_eps": 0.25, "max_grad_norm": 1e9}
     same |= {"total_timesteps": 192, "clip_value": True, "env_id": "toy", "eval_episodes": 2}
+    same |= {"ent_coef": 0.02}
     each = {"actor_epochs": 4, "critic_epochs": 4, "actor_lr": 0.01, "critic_lr": 0.01}
     config = ippo.Config(**same, **each, share_parameters=False)
-    plain = ppo_ff.Config(**same, lr=0.01, vf_coef=1.0, network="mlp", update_epochs=4)
+    plain = one_agent.Config(**same, lr=0.01, vf_coef=1.0, update_epochs=4)
     state, program = start(ippo, config)
     # In the names of ppo_ff's one network, where the heads are made last.
     names = {"actor": (0, 1, 4), "critic": (2, 3, 5)}
@@ -236,7 +239,7 @@ def test_training_one_agent_is_ppo_ff(use, monkeypatch, no_evaluation):
         }
         return {"params": jax.tree.map(lambda x: x[:, :, 0], layers)}
 
-    plain_state, plain_program = start(ppo_ff, plain)
+    plain_state, plain_program = start(one_agent, plain)
     plain_state = plain_state._replace(params=jax.tree.map(jnp.copy, merge(state.params)))
     np.testing.assert_array_equal(state.key, plain_state.key)
     np.testing.assert_array_equal(state.runner.key, plain_state.runner.key)

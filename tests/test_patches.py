@@ -1,7 +1,6 @@
 """Each patch of docs/details.md applies to its script and trains; so does `--policy beta`."""
 
 import re
-import sys
 import types
 
 import jax
@@ -11,11 +10,8 @@ import pytest
 from conftest import ROOT, load_script, tiny
 from probes import start
 
-sys.path.append(str(ROOT / "benchmarks"))
-import ablations
-
 PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "details.md").read_text(), re.S)
-MULTI_DISCRETE, MASKED, DECAYING_BONUS = PATCHES
+MULTI_DISCRETE, MASKED, CONSTANT_BONUS = PATCHES
 
 
 def patched(script: str, *patches: str) -> types.ModuleType:
@@ -99,8 +95,12 @@ def test_a_masked_action_is_never_taken(train):
     assert returns[0, 0] < best - 0.5
 
 
-def test_the_entropy_bonus_decays():
-    module = patched("ppo_ff", DECAYING_BONUS)
+@pytest.mark.parametrize("script", ["ppo_ff", "ppo_drift"])
+@pytest.mark.parametrize("patches", [[], [CONSTANT_BONUS]])
+def test_the_entropy_bonus_decays_unless_patched(script, patches):
+    if script == "ppo_drift":
+        patches = [patch.replace("target, ", "target, state.kl_coef, ") for patch in patches]
+    module = patched(script, *patches)
     ppo_loss = module.ppo_loss
 
     def loss_with_coefficient(*args):
@@ -115,13 +115,8 @@ def test_the_entropy_bonus_decays():
         state, metrics = train(state)
         coefficients.append(np.array(metrics["ent_coef"])[0, :, 0])
     update = np.arange(config.num_updates)
-    expected = 0.05 * (1 - update / config.num_updates)
+    expected = 0.05 * (1 - (0 if patches else 1) * update / config.num_updates)
     np.testing.assert_allclose(np.concatenate(coefficients), expected, rtol=1e-6)
-
-
-def test_the_patch_of_the_entropy_bonus_is_the_measured_one():
-    added = [line[1:] for line in DECAYING_BONUS.splitlines() if line[0] == "+"]
-    assert "\n".join(added).strip() == ablations.DECAYING_BONUS
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_obs_norm"])
