@@ -1,13 +1,12 @@
 """Speed and returns on a GPU, in less than ten minutes.
 
-    python benchmarks/gpu.py                          # prints the tables of docs/results.md
+    python benchmarks/gpu.py > gpu.md                 # the tables of docs/results.md#on-a-gpu
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
 
-Three tables: steps/s of every script at three sizes, what the choices made for CPUs cost there
-(replacements of ideas.py), and one run each, from the command line. Every script has its own
-process. Those of the first two tables compile three at a time, which lengthens their compile
-seconds, and are timed alone, one after the other. What would start after `--minutes` is left
-out and named.
+Three tables: one run each, from the command line; steps/s of every script at three sizes; what the
+choices made for CPUs cost there (replacements of ideas.py). Every script has its own process. Those
+of the last two tables compile four at a time, which lengthens their compile seconds, and are timed
+alone, one after the other. What would start after `--minutes` is left out and named.
 """
 
 import argparse
@@ -48,6 +47,8 @@ CHOICES = {  # name in ideas.py: environments
     "float32 observations, not bool (Breakout)": 2**14,
     "convolutions, not dense layers on patches (Empty)": 2**13,
     "embedding as a lookup of 32 before the first convolution (Empty)": 2**13,
+    "one-hot tiles padded to 32 features (GRU 1024)": 2**13,
+    "a hidden state cleared by a product, not a selection (GRU 1024)": 2**13,
     "argsort, not shuffle (CartPole)": 2**15,
     "jax.random.permutation, not shuffle (CartPole)": 2**15,
 }
@@ -82,7 +83,8 @@ def measure_choice(name: str, shrink: int, lock: str):
     import speed
 
     script, options, replacements = ideas.IDEAS[name]
-    sized = {**options, "num_envs": max(CHOICES[name] // shrink, 16), "num_steps": 32}
+    num_steps = min(options.get("num_steps", 32), 32)
+    sized = {**options, "num_envs": max(CHOICES[name] // shrink, 16), "num_steps": num_steps}
     programs = []
     with turn(lock, fcntl.LOCK_SH):
         for changes in ([], replacements):
@@ -149,7 +151,9 @@ def train(words: str, shrink: int, deadline: float) -> str:
             command += ["--num-envs", "16", "--total-timesteps", "1e5"]
         start = time.monotonic()
         try:
-            subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=left)
+            subprocess.run(
+                command, cwd=ROOT, check=True, capture_output=True, timeout=min(left, 80)
+            )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             last = (error.stderr or b"").decode().strip().splitlines()[-1:]
             return f"| `{words}` | {type(error).__name__} {last} | | | | |"
@@ -158,6 +162,16 @@ def train(words: str, shrink: int, deadline: float) -> str:
     cells = f"{summary['eval_return_mean']:.4g} | {summary['steps_per_second']:,.0f} | "
     cells += f"{summary['compile_seconds']:.1f} | {summary['train_seconds']:.1f} | {total:.1f}"
     return f"| `{words}` | {cells} |"
+
+
+def describe_machine() -> str:
+    code = "import jax, flax, optax, platform as p; print(jax.devices()[0].device_kind, end=', ')"
+    code += "; print('Python', p.python_version(), end=', ')"
+    code += "; print(*(f'{x.__name__} {x.__version__}' for x in (jax, flax, optax)), sep=', ')"
+    machine = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout
+    return f"{machine.strip()}. Commit {commit.strip()}."
 
 
 def main():
@@ -175,13 +189,18 @@ def main():
         measure = {"speed": measure_speed, "choice": measure_choice}[kind]
         return measure(name, args.shrink, args.lock)
     deadline = time.monotonic() + 60 * args.minutes
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(3) as pool:
+    print(describe_machine(), flush=True)
+    print("\n| command | return | steps/s | compile s | training s | seconds in all |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for words in [words for words in RETURNS if re.search(args.only, words)]:
+        print(train(words, args.shrink, deadline), flush=True)
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(4) as pool:
         start = lambda kind, name: pool.submit(
             in_a_process, kind, name, args.shrink, lock.name, deadline
         )
         speeds = {name: start("speed", name) for name in SPEED if re.search(args.only, name)}
         choices = {name: start("choice", name) for name in CHOICES if re.search(args.only, name)}
-        print("| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
+        print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
         for name, future in speeds.items():
             lines, problem = future.result()
             work = f"`{SPEED[name][0]}.py`, {name}"
@@ -198,10 +217,6 @@ def main():
                 print(f"| {name} | {cells} |", flush=True)
             if problem:
                 print(f"| {name} | | {problem} | | |", flush=True)
-    print("\n| command | return | steps/s | compile s | training s | seconds in all |")
-    print("|---|---|---|---|---|---|", flush=True)
-    for words in [words for words in RETURNS if re.search(args.only, words)]:
-        print(train(words, args.shrink, deadline), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
 BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
 EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": None, "conv_size": 16}
+GRU = {"num_envs": 256, "num_steps": 16, "hidden_size": 1024, "head_size": 256}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
 CONCATENATED = "jnp.concatenate([tile, color], axis=-1)"
@@ -88,6 +89,16 @@ IDEAS = {  # name: script, configuration, replacements
                 "critic(final)",
             )
         ],
+    ),
+    "one-hot tiles padded to 32 features (GRU 1024)": (
+        "ppo_rnn",
+        GRU,
+        [(CONCATENATED, f"jnp.pad({CONCATENATED}, [(0, 0)] * 3 + [(0, 7)])")],
+    ),
+    "a hidden state cleared by a product, not a selection (GRU 1024)": (
+        "ppo_rnn",
+        GRU,
+        [("hidden = jnp.where(clear, 0, hidden)", "hidden = hidden * ~clear")],
     ),
     "GRU: input gates step by step, not in one product": (
         "ppo_rnn",

@@ -612,7 +612,7 @@ INTRODUCTION = """# Results
 
 Written by `python benchmarks/learning.py --report` from the CSVs in
 [benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
-curve. Python 3.11, no GPU.
+curve. Python 3.11 and no GPU, but for the [last section](#on-a-gpu).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
   interval, then mean ± standard deviation, in the last 5% of the steps. Evaluations on full fresh
@@ -652,6 +652,13 @@ One detail changed at a time, by options or by replacements in the script's text
 ([ablations.py](../benchmarks/ablations.py); the CSV names them):
 `python benchmarks/learning.py --ablations`. Where the intervals of a change and of the unchanged
 script overlap, these seeds do not show a difference; an effect may still exist.
+"""
+GPU_INTRODUCTION = """
+## On a GPU
+
+`python benchmarks/gpu.py` ([the file](../benchmarks/results/gpu.md); [what it
+says](../benchmarks/RESULTS.md#on-a-gpu)). Steps/s: the median of three calls after a warm-up.
+
 """
 ABLATION_HEADER = """
 | change | return (IQM) | mean ± std | seeds | steps to the threshold |
@@ -709,7 +716,9 @@ def report() -> str:
         trials = [row for row, _ in curves if row.kind == "ppo_meta"]
         text += trial_table(trials) if trials else ""
         text += level_table(curves, rates) if section == "MinAtar" else ""
-    return text + ablation_tables()
+    text += ablation_tables()
+    path = RESULTS / "gpu.md"
+    return text + GPU_INTRODUCTION + path.read_text() if path.exists() else text
 
 
 def trial_table(rows: list[Row]) -> str:
