@@ -15,6 +15,7 @@ last_value = jax.vmap(critic)(runner.obs)  # [N]
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])"""
 STEPS = "steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)"
 KERNEL = "kernel_init=nn.initializers.orthogonal(scale)"
+ENT_COEF = "ent_coef = config.ent_coef * (1 - state.update / config.num_updates)"
 OBS = "obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)\n"
 
 PPO = {
@@ -28,7 +29,7 @@ PPO = {
     "target KL 0.02": "--target-kl 0.02",
 }
 CNN = {"no layer normalization": [("nn.LayerNorm(use_bias=False, use_scale=False)(x)", "x")]}
-ENTROPY = {"constant entropy bonus of 0.01": [("ent_coef=config.ent_coef * left", "ent_coef=0.01")]}
+ENTROPY = {"constant entropy bonus of 0.01": [(ENT_COEF, "ent_coef = 0.01")]}
 NORMALIZATION = {
     "no reward scaling": "--no-normalize-reward",
     "no observation statistics": [(OBS, "obs = 1.0 * obs\n")],
