@@ -64,8 +64,8 @@ class Config:
     # Algorithm
     update_epochs: int = 2  # epochs per rollout
     num_minibatches: int = 16  # minibatches per epoch
-    hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 in MinAtar
-    lr: float | None = None  # Adam learning rate; None: 3e-3, or 7e-3 in MinAtar
+    hidden_size: int | None = None  # width of the dense layers; None: 64, or 128 for MinAtar
+    lr: float | None = None  # Adam learning rate; None: 3e-3, or 7e-3 for MinAtar
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE

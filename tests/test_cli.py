@@ -362,7 +362,7 @@ def test_minatar_has_its_own_network():
 def test_default_learning_rate_is_that_of_the_help(script, env_id, which):
     module = load_script(script)
     line = next(x for x in (ROOT / f"{script}.py").read_text().splitlines() if "    lr: " in x)
-    rates = re.search(r"None: (\S+), or (\S+) in MinAtar", line).groups()
+    rates = re.search(r"None: (\S+), or (\S+) for MinAtar", line).groups()
     config = tiny(module, env_id=env_id, lr=None, num_seeds=1)
     init, train, *_ = getattr(module.make_train, "original", module.make_train)(config)
     _, metrics = train(init(jax.random.split(jax.random.key(0), 1)))

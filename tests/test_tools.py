@@ -530,6 +530,21 @@ def test_a_timed_call_makes_that_many_steps(monkeypatch):
     assert steps == 96 and len(seconds) == 2 and min(compile_seconds, *seconds) > 0
 
 
+def test_flat_observations_are_vectors(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import speed
+
+    module = load_script("ppo_ff")
+    monkeypatch.setitem(sys.modules, "ppo_ff", module)
+    monkeypatch.setattr(module, "make_env", module.make_env)  # restored afterwards
+    same, options = speed.load("ppo_ff", {"env_id": "Breakout-MinAtar", "flat_obs": True})
+    assert same is module and options == {"env_id": "Breakout-MinAtar"}
+    reset, step, _ = module.make_env(module.Config(**options))
+    obs, env_state = reset(jax.random.key(0))
+    next_step = step(jax.random.key(1), env_state, 0)
+    assert obs.shape == next_step[0].shape == next_step[-1].shape == (400,)
+
+
 # -------------------------------------- notebooks
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
