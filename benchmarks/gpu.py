@@ -49,6 +49,7 @@ CHOICES = {  # name in ideas.py: environments
     "embedding as a lookup of 32 before the first convolution (Empty)": 2**13,
     "one-hot tiles padded to 32 features (GRU 1024)": 2**13,
     "a hidden state cleared by a product, not a selection (GRU 1024)": 2**13,
+    "sequences with the time first in the loss (GRU 1024)": 2**13,
     "argsort, not shuffle (CartPole)": 2**15,
     "jax.random.permutation, not shuffle (CartPole)": 2**15,
 }

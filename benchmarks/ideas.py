@@ -41,6 +41,17 @@ GATHER = [
 ]
 PERMUTATION = [("= shuffle(key, ", "= jax.random.permutation(key, ")]
 ARGSORT = [("= shuffle(key, num_samples)", "= jnp.argsort(jax.random.bits(key, (num_samples,)))")]
+TIME_FIRST = [  # the loss reads [T, B, ...], so that the scan of the GRU needs no transposes
+    (
+        "minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]",
+        "minibatches = jax.tree.map(lambda x: x[rows].swapaxes(1, 2), samples)",
+    ),
+    ("batch.hidden[:, 0], batch.reset)", "batch.hidden[0], batch.reset)"),
+    (
+        "jax.vmap(apply_fn, (None, 0, 0, 0))(params, *inputs)",
+        "jax.vmap(apply_fn, (None, 1, 0, 1), 1)(params, *inputs)",
+    ),
+]
 IDEAS = {  # name: script, configuration, replacements
     "convolution, not a dense layer on patches (Breakout)": (
         "ppo_ff",
@@ -100,6 +111,8 @@ IDEAS = {  # name: script, configuration, replacements
         GRU,
         [("hidden = jnp.where(clear, 0, hidden)", "hidden = hidden * ~clear")],
     ),
+    "sequences with the time first in the loss (GRU 1024)": ("ppo_rnn", GRU, TIME_FIRST),
+    "sequences with the time first in the loss (the default)": ("ppo_rnn", {}, TIME_FIRST),
     "GRU: input gates step by step, not in one product": (
         "ppo_rnn",
         EMPTY,

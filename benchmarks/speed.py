@@ -289,7 +289,8 @@ def shuffling(script, options, steps_per_call, calls):
     size = config.num_envs if script == "ppo_rnn" else config.batch_size
     width = config.batch_size // size
     rollout = jnp.zeros((size, 10 * width))  # about what a sample holds
-    epochs = max(1, steps_per_call // config.batch_size) * config.update_epochs
+    update_epochs = config.update_epochs or 1  # ppo_rnn's None, outside MiniGrid-Memory*
+    epochs = max(1, steps_per_call // config.batch_size) * update_epochs
 
     def run(key):
         def epoch(key, _):
@@ -300,7 +301,7 @@ def shuffling(script, options, steps_per_call, calls):
 
     run = jax.jit(run)
     call = lambda: jax.block_until_ready(run(jax.random.key(0)))
-    return 0.0, epochs * config.batch_size // config.update_epochs, timed_calls(call, calls)
+    return 0.0, epochs * config.batch_size // update_epochs, timed_calls(call, calls)
 
 
 def measure(kind, *args):
