@@ -545,6 +545,17 @@ def test_flat_observations_are_vectors(monkeypatch):
     assert obs.shape == next_step[0].shape == next_step[-1].shape == (400,)
 
 
+@pytest.mark.parametrize("script", ["ppo_ff", "ppo_rnn"])  # update_epochs: a number; None
+def test_the_shuffle_is_timed(monkeypatch, script):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import speed
+
+    monkeypatch.setitem(sys.modules, script, load_script(script))
+    options = {"num_envs": 16, "num_steps": 4, "num_minibatches": 2}
+    _, steps, seconds = speed.shuffling(script, options, 128, 2)
+    assert steps == 128 and len(seconds) == 2 and min(seconds) > 0
+
+
 # -------------------------------------- notebooks
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
