@@ -71,7 +71,7 @@ class Config:
     hidden_size: int = 64  # width of the dense layers
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
-    gamma: float = 0.97  # discount factor
+    gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
     clip_value: bool = False  # clip the change in value to ±clip_eps

@@ -7,7 +7,7 @@ et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environme
 segments without replacement, favoring large advantages; weighted losses reduce this bias. Also:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the true final observation, with the memory of that moment (arXiv 1712.00378);
-- raw actions are stored; only the environment receives them clipped or squashed to its bounds;
+- raw actions are stored; only the environment receives them mapped to its bounds;
 - advantages are normalized per minibatch, across all devices; segments are drawn per device.
 
 Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.

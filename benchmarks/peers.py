@@ -37,6 +37,20 @@ class FiveValues:
         return obs, state, reward, terminated | truncated, {}
 
 
+BOUNDS = {"Pendulum-v1": 2.0, "MountainCarContinuous-v0": 1.0}  # of the actions
+
+
+def is_continuous(env_id):
+    return env_id in BOUNDS or env_id.startswith("brax/")
+
+
+def brax_env(env_id):
+    """Without automatic resets; the physics of our scripts, which is Brax's default."""
+    from brax.envs import create
+
+    return create(env_id.removeprefix("brax/"), auto_reset=False)
+
+
 class Evaluation(NamedTuple):
     reward: jax.Array
     length: jax.Array
@@ -67,6 +81,16 @@ PUREJAXRL = {  # the defaults of its `ppo.py`
     "ANNEAL_LR": True,
     "DEBUG": False,
 }
+PUREJAXRL_CONTINUOUS = {  # those of its `ppo_continuous_action.py`
+    **PUREJAXRL,
+    "LR": 3e-4,
+    "NUM_ENVS": 2048,
+    "NUM_STEPS": 10,
+    "NUM_MINIBATCHES": 32,
+    "ENT_COEF": 0.0,
+    "ANNEAL_LR": False,
+    "NORMALIZE_ENV": True,
+}
 
 
 def parse(words):
@@ -81,23 +105,47 @@ def parse(words):
     return options
 
 
-def purejaxrl_module(path):
-    """Its `ppo.py`, with gymnax 1.x."""
+def purejaxrl_trainer(path, options):
+    """The make_train of its script for the environment, and the settings, replaced by `options`."""
     import gymnax
 
     sys.path.insert(0, f"{path}/purejaxrl")
     sys.modules.setdefault("navix", types.ModuleType("navix"))  # imported, not used here
+    env_id = options.get("ENV_NAME", PUREJAXRL["ENV_NAME"])
     make = gymnax.make
     gymnax.make = lambda name: (FiveValues(make(name)[0]), make(name)[1])
-    import ppo
+    if not is_continuous(env_id):
+        import ppo
 
-    return ppo
+        return ppo.make_train, {**PUREJAXRL, **options}
+
+    import ppo_continuous_action as ppo
+    import wrappers
+
+    if env_id in BOUNDS:
+        env, params = gymnax.make(env_id)
+        bound = (
+            types.SimpleNamespace(  # the wrapper of a Brax environment leaves out the parameters
+                reset=lambda key, _=None: env.reset(key, params),
+                step=lambda key, state, action, _=None: env.step(key, state, action, params),
+                observation_space=lambda _=None: env.observation_space(params),
+                action_space=lambda _=None: env.action_space(params),
+            )
+        )
+        ppo.BraxGymnaxWrapper = lambda name: bound
+        bounds = (-BOUNDS[env_id], BOUNDS[env_id])
+        ppo.ClipAction = lambda env: wrappers.ClipAction(env, *bounds)
+    else:  # the physics of our scripts, which is Brax's default
+        ppo.BraxGymnaxWrapper = lambda name: wrappers.BraxGymnaxWrapper(
+            name.removeprefix("brax/"), backend="generalized"
+        )
+    return ppo.make_train, {**PUREJAXRL_CONTINUOUS, **options}
 
 
 def purejaxrl_curve(path, options, seeds):
     """Environment steps [U] and mean training returns [U, S]."""
-    config = {**PUREJAXRL, **options}
-    train = jax.jit(jax.vmap(purejaxrl_module(path).make_train(config)))
+    make_train, config = purejaxrl_trainer(path, options)
+    train = jax.jit(jax.vmap(make_train(config)))
     metrics = train(jax.random.split(jax.random.PRNGKey(0), seeds))["metrics"]
     return mean_returns(
         metrics["returned_episode_returns"],  # [S, U, T, N]
@@ -127,8 +175,7 @@ def clock(program, batch, least=10, calls=3, seconds_per_call=4.0):
 
 
 def purejaxrl_clock(path, words):
-    config = {**PUREJAXRL, **parse(words)}
-    make_train = purejaxrl_module(path).make_train
+    make_train, config = purejaxrl_trainer(path, parse(words))
     program = lambda steps: compiled(
         make_train({**config, "TOTAL_TIMESTEPS": steps}), jax.random.PRNGKey(0)
     )
@@ -136,9 +183,9 @@ def purejaxrl_clock(path, words):
 
 
 def purejaxrl(path, script, options, steps_per_call, calls):
-    import gymnax
-
-    ppo = purejaxrl_module(path)
+    env_id = "CartPole-v1" if script == "ppo_ff" else "Pendulum-v1"
+    env_id = options.get("env_id", env_id)
+    make_train, _ = purejaxrl_trainer(path, {"ENV_NAME": env_id})
     batch = options["num_envs"] * options["num_steps"]
     config = {
         **PUREJAXRL,
@@ -147,35 +194,32 @@ def purejaxrl(path, script, options, steps_per_call, calls):
         "TOTAL_TIMESTEPS": max(1, steps_per_call // batch) * batch,
         "UPDATE_EPOCHS": options["update_epochs"],
         "NUM_MINIBATCHES": options["num_minibatches"],
-        "ENV_NAME": options.get("env_id", "CartPole-v1"),
+        "ENV_NAME": env_id,
+        "NORMALIZE_ENV": script == "ppo_obs_norm",
     }
-    if script != "ppo_ff":
-        import ppo_continuous_action as ppo
-        import wrappers
-
-        env, params = gymnax.make("Pendulum-v1")
-        bound = (
-            types.SimpleNamespace(  # the wrapper of a Brax environment leaves out the parameters
-                reset=lambda key, _=None: env.reset(key, params),
-                step=lambda key, state, action, _=None: env.step(key, state, action, params),
-                observation_space=lambda _=None: env.observation_space(params),
-                action_space=lambda _=None: env.action_space(params),
-            )
-        )
-        ppo.BraxGymnaxWrapper = lambda name: bound
-        ppo.ClipAction = lambda env: wrappers.ClipAction(env, -2.0, 2.0)
-        config["NORMALIZE_ENV"] = script == "ppo_obs_norm"
-    seconds, call = compiled(ppo.make_train(config), jax.random.PRNGKey(0))
+    seconds, call = compiled(make_train(config), jax.random.PRNGKey(0))
     return seconds, config["TOTAL_TIMESTEPS"], timed_calls(call, calls)
 
 
-REJAX = {  # gymnax environment: its configuration
-    "CartPole-v1": "cartpole",
-    "Acrobot-v1": "acrobot",
-    "MountainCar-v0": "mountaincar",
-    "Pendulum-v1": "pendulum",
-    "MountainCarContinuous-v0": "continuous_mountaincar",
+REJAX = {  # environment: its configuration
+    "CartPole-v1": "gymnax/cartpole",
+    "Acrobot-v1": "gymnax/acrobot",
+    "MountainCar-v0": "gymnax/mountaincar",
+    "Pendulum-v1": "gymnax/pendulum",
+    "MountainCarContinuous-v0": "gymnax/continuous_mountaincar",
+    "brax/hopper": "brax/hopper",
 }
+
+
+class ResettingBrax(FiveValues):
+    """rejax's adapter for Brax, with the automatic reset that earlier versions of gymnax gave."""
+
+    def step(self, key, state, action, params=None):
+        obs, state, reward, done, _ = self.env.step_env(key, state, action, params)
+        first_obs, first_state = self.env.reset_env(key, params)
+        choose = lambda first, last: jax.numpy.where(done, first, last)
+        state = jax.tree.map(choose, first_state, state)
+        return choose(first_obs, obs), state, reward, done, {}
 
 
 def rejax_agent(path, options):
@@ -185,20 +229,36 @@ def rejax_agent(path, options):
 
     sys.path.insert(0, f"{path}/src")
     from rejax import PPO
+    from rejax.compat.brax2gymnax import Brax2GymnaxEnv
+    from rejax.evaluate import evaluate
 
-    with open(f"{path}/configs/gymnax/{REJAX[options['ENV_NAME']]}.yaml") as file:
+    env_id = options["ENV_NAME"]
+    with open(f"{path}/configs/{REJAX[env_id]}.yaml") as file:
         config = yaml.safe_load(file)["ppo"]
-    env, params = gymnax.make(config["env"])
+    if env_id.startswith("brax/"):
+        env = ResettingBrax(Brax2GymnaxEnv(brax_env(env_id)))
+        params = env.default_params
+    else:
+        env, params = gymnax.make(env_id)
+        env = FiveValues(env)
     total = int(options["TOTAL_TIMESTEPS"])
-    config |= {"env": FiveValues(env), "env_params": params, "total_timesteps": total}
-    return PPO.create(**{**config, "eval_freq": total // 50})
+    config |= {"env": env, "env_params": params, "total_timesteps": total}
+    agent = PPO.create(**{**config, "eval_freq": total // options.get("EVALUATIONS", 50)})
+    if "EPISODES" not in options:
+        return agent
+
+    def evaluation(agent, state, key):
+        act, limit = agent.make_act(state), params.max_steps_in_episode
+        return evaluate(act, key, env, params, options["EPISODES"], limit)
+
+    return agent.replace(eval_callback=evaluation)
 
 
 def rejax_curve(path, options, seeds):
     """Environment steps [U] and mean returns of its evaluations [U, S]."""
     agent = rejax_agent(path, options)
     train = jax.jit(jax.vmap(lambda key: agent.train(key)[1][1].mean(axis=-1)))
-    returns = np.asarray(train(jax.random.split(jax.random.PRNGKey(0), seeds)))  # [S, 1 + 50]
+    returns = np.asarray(train(jax.random.split(jax.random.PRNGKey(0), seeds)))  # [S, 1 + U]
     batch = agent.num_envs * agent.num_steps
     steps_per_evaluation = batch * -(-agent.eval_freq // batch)
     return steps_per_evaluation * np.arange(1, returns.shape[1]), returns[:, 1:].T
@@ -241,8 +301,11 @@ def rejax(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(call, calls)
 
 
-def stoix_module(path):
-    """Its `ff_ppo.py`, with jax 0.10."""
+STOIX_CONTINUOUS = ("gymnax/pendulum", "gymnax/mountain_car_continuous", "brax/hopper")
+
+
+def stoix_module(path, config):
+    """Its `ff_ppo.py`, or `ff_ppo_continuous.py` where actions are continuous, with jax 0.10."""
     sys.path.insert(0, path)
     # Left out: its logger, which needs neptune, and its environments, which need all libraries.
     for name in ("stoix.utils.logger", "stoix.utils.make_env"):
@@ -250,9 +313,7 @@ def stoix_module(path):
     sys.modules["stoix.utils.logger"].LogEvent = sys.modules["stoix.utils.logger"].StoixLogger = (
         None
     )
-    from stoix.systems.ppo.anakin import ff_ppo
-
-    return ff_ppo
+    return importlib.import_module(f"stoix.systems.ppo.anakin.{config.script}")
 
 
 def stoix_environments(config):
@@ -260,11 +321,17 @@ def stoix_environments(config):
     import gymnax
     import stoa
     from stoa.core_wrappers.vmap import VmapWrapper
+    from stoa.env_adapters.brax import BraxToStoa
     from stoa.env_adapters.gymnax import GymnaxToStoa
     from stoa.utility_wrappers.extras_transforms import NoExtrasWrapper
 
-    env, params = gymnax.make(config.env.scenario.name)
-    env = NoExtrasWrapper(GymnaxToStoa(FiveValues(env), params))
+    name = config.env.scenario.name
+    if config.env.env_name == "brax":
+        env = BraxToStoa(brax_env(name))
+    else:
+        env, params = gymnax.make(name)
+        env = GymnaxToStoa(FiveValues(env), params)
+    env = NoExtrasWrapper(env)
     if "wrapper" in config.env:  # MinAtar
         env = stoa.FlattenObservationWrapper(env)
     recorded = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
@@ -275,14 +342,18 @@ def stoix_config(path, options):
     """Its defaults, overridden by `options`, whose names are those of its command line."""
     from omegaconf import OmegaConf
 
-    files = {"system": "system/ppo/ff_ppo", "network": "network/mlp", "arch": "arch/anakin"}
+    files = {"system": "system/ppo/ff_ppo", "arch": "arch/anakin"}
     options = {"env": "gymnax/cartpole", **options}
-    files["env"] = "env/" + options.pop("env")
+    env = options.pop("env")
+    files["env"] = f"env/{env}"
+    continuous = env in STOIX_CONTINUOUS
+    files["network"] = "network/mlp" + "_continuous" * continuous
     config = OmegaConf.create(
         {key: OmegaConf.load(f"{path}/stoix/configs/{name}.yaml") for key, name in files.items()}
     )
     config.logger = {"checkpointing": {"load_model": False}}
     config.num_devices = 1
+    config.script = "ff_ppo" + "_continuous" * continuous
     for name, value in options.items():
         OmegaConf.update(config, name, value)
     return config
@@ -290,10 +361,10 @@ def stoix_config(path, options):
 
 def stoix_curve(path, options, seeds):
     """Environment steps [U] and mean returns of its evaluations [U, S]."""
-    module = stoix_module(path)
+    config = stoix_config(path, options)
+    module = stoix_module(path, config)
     from stoix.evaluator import evaluator_setup, get_distribution_act_fn
 
-    config = stoix_config(path, options)
     evaluations = config.arch.num_evaluation
     with contextlib.redirect_stdout(io.StringIO()):
         config = module.check_total_timesteps(config)
@@ -332,7 +403,8 @@ def stoix_program(module, env, config, updates):
 
 
 def stoix_clock(path, words):
-    module, config = stoix_module(path), stoix_config(path, parse(words))
+    config = stoix_config(path, parse(words))
+    module = stoix_module(path, config)
     with contextlib.redirect_stdout(io.StringIO()):
         config = module.check_total_timesteps(config)
     env, _ = stoix_environments(config)
@@ -341,10 +413,10 @@ def stoix_clock(path, words):
 
 
 def stoix(path, script, options, steps_per_call, calls):
-    module = stoix_module(path)
     name = "breakout" if "env_id" in options else "cartpole"
     settings = {"env": f"gymnax/{name}", "system.num_minibatches": options["num_minibatches"]}
     config = stoix_config(path, settings)
+    module = stoix_module(path, config)
     env, _ = stoix_environments(config)
     config.arch.num_envs = options["num_envs"]
     for network in (config.network.actor_network, config.network.critic_network):
@@ -356,9 +428,10 @@ def stoix(path, script, options, steps_per_call, calls):
 
 
 def cleanrl_script(path):
-    """Its `ppo.py`: a function that runs it from the first to the last line.
+    """A function that runs its `ppo.py` from the first to the last line.
 
-    It takes the options and a function that gets what the script would write.
+    It takes the options and a function that gets what the script would write. Where actions are
+    continuous, it runs `ppo_continuous_action.py`.
     """
     import gymnasium
 
@@ -380,6 +453,10 @@ def cleanrl_script(path):
             return *transition, infos
 
     gymnasium.vector.SyncVectorEnv = Envs
+    transform = gymnasium.wrappers.TransformObservation  # now takes the space of observations too
+    gymnasium.wrappers.TransformObservation = lambda env, function: transform(
+        env, function, env.observation_space
+    )
 
     def run(options, write):
         writer = types.SimpleNamespace(
@@ -390,7 +467,9 @@ def cleanrl_script(path):
         words = (f"--{name.replace('_', '-')}={value}" for name, value in options.items())
         sys.argv = ["ppo", *words]
         with contextlib.redirect_stdout(io.StringIO()):
-            runpy.run_path(f"{path}/cleanrl/ppo.py", run_name="__main__")
+            continuous = is_continuous(options.get("env_id", "CartPole-v1"))
+            name = "ppo_continuous_action" if continuous else "ppo"
+            runpy.run_path(f"{path}/cleanrl/{name}.py", run_name="__main__")
 
     return run
 
