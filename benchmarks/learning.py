@@ -57,6 +57,9 @@ class Task(NamedTuple):
 MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
 BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
+STOIX_CONTINUOUS = (
+    "arch.total_timesteps=5e5 arch.total_num_envs=16 system.actor_lr=1e-3 system.critic_lr=1e-3"
+)
 STOIX_MINATAR = (
     "arch.total_timesteps=1e6 arch.total_num_envs=16 arch.num_eval_episodes=32"
     " system.actor_lr=1e-3 system.critic_lr=1e-3"
@@ -82,7 +85,12 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     tanh = {"ppo_continuous tanh": f"{ours} --policy tanh_gaussian"}
     systems = {"ppo_continuous": ours, **tanh, "ppo_obs_norm": ours}
     systems["ppo_continuous beta"] = f"{ours} --policy beta"
+    sizes = "NUM_ENVS=16 NUM_STEPS=128 TOTAL_TIMESTEPS=5e5"
+    systems["purejaxrl 16 envs"] = f"ENV_NAME={env_id} {sizes}"
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
+    name = {"Pendulum-v1": "pendulum"}.get(env_id, "mountain_car_continuous")
+    systems["stoix 16 envs lr 1e-3"] = f"env=gymnax/{name} {STOIX_CONTINUOUS}"
+    systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
     return Task(env_id, threshold, seeds, systems)
 
 
@@ -118,7 +126,14 @@ def memory(env_id: str, threshold: float) -> Task:
 
 def brax(name: str, threshold: float, *scripts: str) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
-    return Task(f"brax/{name}", threshold, 5, dict.fromkeys(scripts, options))
+    systems = dict.fromkeys(scripts, options)
+    peer = f"ENV_NAME=brax/{name} NUM_ENVS=64 NUM_STEPS=128 TOTAL_TIMESTEPS=1e6"
+    if name == "hopper":  # the default environment of PureJaxRL; rejax publishes settings for it
+        systems["purejaxrl 64 envs"] = peer
+        systems["rejax"] = f"ENV_NAME=brax/{name} TOTAL_TIMESTEPS=1e6 EVALUATIONS=5 EPISODES=32"
+    else:
+        systems["purejaxrl 64 envs LR=1e-3"] = f"{peer} LR=1e-3"
+    return Task(f"brax/{name}", threshold, 5, systems)
 
 
 def drifts(env_id: str, threshold: float, options: str = "--num-evals 20") -> Task:
@@ -171,6 +186,8 @@ SECTIONS = {
     "Continuous actions": [
         continuous("Pendulum-v1", -200, seeds=32),
         continuous("MountainCarContinuous-v0", 90),
+    ],
+    "Brax": [
         brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
         brax("hopper", 500, "ppo_continuous", "ppo_obs_norm"),
     ],
@@ -258,10 +275,10 @@ ABLATIONS = [
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
 ]
 PEERS = {
-    "purejaxrl": "PureJaxRL 31756b1, `ppo.py` (training returns)",
+    "purejaxrl": "PureJaxRL 31756b1, `ppo.py`, `ppo_continuous_action.py` (training returns)",
     "rejax": "rejax d751095, `PPO` (evaluations)",
-    "stoix": "Stoix 8fff19c, Anakin `ff_ppo.py` (evaluations)",
-    "cleanrl": "CleanRL fe8d8a03, `ppo.py` (training returns)",
+    "stoix": "Stoix 8fff19c, Anakin `ff_ppo.py`, `ff_ppo_continuous.py` (evaluations)",
+    "cleanrl": "CleanRL fe8d8a03, `ppo.py`, `ppo_continuous_action.py` (training returns)",
     "xland": "XLand-MiniGrid 0d306d1, `train_single_task.py` (evaluations)",
     "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
 }
@@ -279,7 +296,8 @@ PEER_PACKAGES = {  # named in the CSV besides those of all systems
     "xland": ["xminigrid"],
     "jaxmarl": ["jaxmarl"],
 }
-SLOW = ("cleanrl", "xland", "disco random")  # three seeds
+# Three seeds:
+SLOW = r"__cleanrl|__xland|__disco-random|^(Pendulum-v1|MountainCarContinuous-v0)__stoix"
 
 
 class Row(NamedTuple):
@@ -300,7 +318,7 @@ class Row(NamedTuple):
 
     @property
     def seeds(self) -> int:
-        return 3 if self.kind in SLOW or self.system in SLOW else self.task.seeds
+        return 3 if re.search(SLOW, self.name) else self.task.seeds
 
     @property
     def settings(self) -> str:
@@ -624,8 +642,8 @@ curve. Python 3.11 and no GPU, but for the [last section](#on-a-gpu).
   interval that rounds to a single value is omitted.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
-  environment; a learning rate or number of environments that was changed is in the name. CleanRL
-  and XLand-MiniGrid are slow on a CPU: three seeds.
+  environment; a learning rate or number of environments that was changed is in the name. CleanRL,
+  XLand-MiniGrid and Stoix with continuous actions are slow on a CPU: three seeds.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
