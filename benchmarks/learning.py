@@ -88,7 +88,7 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     sizes = "NUM_ENVS=16 NUM_STEPS=128 TOTAL_TIMESTEPS=5e5"
     systems["purejaxrl 16 envs"] = f"ENV_NAME={env_id} {sizes}"
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
-    name = {"Pendulum-v1": "pendulum"}.get(env_id, "mountain_car_continuous")
+    name = "pendulum" if env_id == "Pendulum-v1" else "mountain_car_continuous"
     systems["stoix 16 envs lr 1e-3"] = f"env=gymnax/{name} {STOIX_CONTINUOUS}"
     systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
     return Task(env_id, threshold, seeds, systems)
@@ -127,6 +127,7 @@ def memory(env_id: str, threshold: float) -> Task:
 def brax(name: str, threshold: float, *scripts: str) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
     systems = dict.fromkeys(scripts, options)
+    systems["ppo_continuous gamma 0.99"] = f"{options} --gamma 0.99"
     peer = f"ENV_NAME=brax/{name} NUM_ENVS=64 NUM_STEPS=128 TOTAL_TIMESTEPS=1e6"
     if name == "hopper":  # the default environment of PureJaxRL; rejax publishes settings for it
         systems["purejaxrl 64 envs"] = peer
