@@ -90,7 +90,8 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
     name = "pendulum" if env_id == "Pendulum-v1" else "mountain_car_continuous"
     systems["stoix 16 envs lr 1e-3"] = f"env=gymnax/{name} {STOIX_CONTINUOUS}"
-    systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
+    if env_id == "Pendulum-v1":
+        systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
     return Task(env_id, threshold, seeds, systems)
 
 
@@ -129,9 +130,8 @@ def brax(name: str, threshold: float, *scripts: str) -> Task:
     systems = dict.fromkeys(scripts, options)
     systems["ppo_continuous gamma 0.99"] = f"{options} --gamma 0.99"
     peer = f"ENV_NAME=brax/{name} NUM_ENVS=64 NUM_STEPS=128 TOTAL_TIMESTEPS=1e6"
-    if name == "hopper":  # the default environment of PureJaxRL; rejax publishes settings for it
+    if name == "hopper":  # PureJaxRL's default environment
         systems["purejaxrl 64 envs"] = peer
-        systems["rejax"] = f"ENV_NAME=brax/{name} TOTAL_TIMESTEPS=1e6 EVALUATIONS=5 EPISODES=32"
     else:
         systems["purejaxrl 64 envs LR=1e-3"] = f"{peer} LR=1e-3"
     return Task(f"brax/{name}", threshold, 5, systems)

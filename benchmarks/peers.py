@@ -44,13 +44,6 @@ def is_continuous(env_id):
     return env_id in BOUNDS or env_id.startswith("brax/")
 
 
-def brax_env(env_id):
-    """Without automatic resets; the physics of our scripts, which is Brax's default."""
-    from brax.envs import create
-
-    return create(env_id.removeprefix("brax/"), auto_reset=False)
-
-
 class Evaluation(NamedTuple):
     reward: jax.Array
     length: jax.Array
@@ -201,25 +194,13 @@ def purejaxrl(path, script, options, steps_per_call, calls):
     return seconds, config["TOTAL_TIMESTEPS"], timed_calls(call, calls)
 
 
-REJAX = {  # environment: its configuration
-    "CartPole-v1": "gymnax/cartpole",
-    "Acrobot-v1": "gymnax/acrobot",
-    "MountainCar-v0": "gymnax/mountaincar",
-    "Pendulum-v1": "gymnax/pendulum",
-    "MountainCarContinuous-v0": "gymnax/continuous_mountaincar",
-    "brax/hopper": "brax/hopper",
+REJAX = {  # gymnax environment: its configuration
+    "CartPole-v1": "cartpole",
+    "Acrobot-v1": "acrobot",
+    "MountainCar-v0": "mountaincar",
+    "Pendulum-v1": "pendulum",
+    "MountainCarContinuous-v0": "continuous_mountaincar",
 }
-
-
-class ResettingBrax(FiveValues):
-    """rejax's adapter for Brax, with the automatic reset that earlier versions of gymnax gave."""
-
-    def step(self, key, state, action, params=None):
-        obs, state, reward, done, _ = self.env.step_env(key, state, action, params)
-        first_obs, first_state = self.env.reset_env(key, params)
-        choose = lambda first, last: jax.numpy.where(done, first, last)
-        state = jax.tree.map(choose, first_state, state)
-        return choose(first_obs, obs), state, reward, done, {}
 
 
 def rejax_agent(path, options):
@@ -229,36 +210,20 @@ def rejax_agent(path, options):
 
     sys.path.insert(0, f"{path}/src")
     from rejax import PPO
-    from rejax.compat.brax2gymnax import Brax2GymnaxEnv
-    from rejax.evaluate import evaluate
 
-    env_id = options["ENV_NAME"]
-    with open(f"{path}/configs/{REJAX[env_id]}.yaml") as file:
+    with open(f"{path}/configs/gymnax/{REJAX[options['ENV_NAME']]}.yaml") as file:
         config = yaml.safe_load(file)["ppo"]
-    if env_id.startswith("brax/"):
-        env = ResettingBrax(Brax2GymnaxEnv(brax_env(env_id)))
-        params = env.default_params
-    else:
-        env, params = gymnax.make(env_id)
-        env = FiveValues(env)
+    env, params = gymnax.make(config["env"])
     total = int(options["TOTAL_TIMESTEPS"])
-    config |= {"env": env, "env_params": params, "total_timesteps": total}
-    agent = PPO.create(**{**config, "eval_freq": total // options.get("EVALUATIONS", 50)})
-    if "EPISODES" not in options:
-        return agent
-
-    def evaluation(agent, state, key):
-        act, limit = agent.make_act(state), params.max_steps_in_episode
-        return evaluate(act, key, env, params, options["EPISODES"], limit)
-
-    return agent.replace(eval_callback=evaluation)
+    config |= {"env": FiveValues(env), "env_params": params, "total_timesteps": total}
+    return PPO.create(**{**config, "eval_freq": total // 50})
 
 
 def rejax_curve(path, options, seeds):
     """Environment steps [U] and mean returns of its evaluations [U, S]."""
     agent = rejax_agent(path, options)
     train = jax.jit(jax.vmap(lambda key: agent.train(key)[1][1].mean(axis=-1)))
-    returns = np.asarray(train(jax.random.split(jax.random.PRNGKey(0), seeds)))  # [S, 1 + U]
+    returns = np.asarray(train(jax.random.split(jax.random.PRNGKey(0), seeds)))  # [S, 1 + 50]
     batch = agent.num_envs * agent.num_steps
     steps_per_evaluation = batch * -(-agent.eval_freq // batch)
     return steps_per_evaluation * np.arange(1, returns.shape[1]), returns[:, 1:].T
@@ -301,7 +266,7 @@ def rejax(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(call, calls)
 
 
-STOIX_CONTINUOUS = ("gymnax/pendulum", "gymnax/mountain_car_continuous", "brax/hopper")
+STOIX_CONTINUOUS = ("gymnax/pendulum", "gymnax/mountain_car_continuous")
 
 
 def stoix_module(path, config):
@@ -321,17 +286,11 @@ def stoix_environments(config):
     import gymnax
     import stoa
     from stoa.core_wrappers.vmap import VmapWrapper
-    from stoa.env_adapters.brax import BraxToStoa
     from stoa.env_adapters.gymnax import GymnaxToStoa
     from stoa.utility_wrappers.extras_transforms import NoExtrasWrapper
 
-    name = config.env.scenario.name
-    if config.env.env_name == "brax":
-        env = BraxToStoa(brax_env(name))
-    else:
-        env, params = gymnax.make(name)
-        env = GymnaxToStoa(FiveValues(env), params)
-    env = NoExtrasWrapper(env)
+    env, params = gymnax.make(config.env.scenario.name)
+    env = NoExtrasWrapper(GymnaxToStoa(FiveValues(env), params))
     if "wrapper" in config.env:  # MinAtar
         env = stoa.FlattenObservationWrapper(env)
     recorded = stoa.RecordEpisodeMetrics(stoa.AddRNGKey(env))
