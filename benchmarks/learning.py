@@ -128,7 +128,6 @@ def memory(env_id: str, threshold: float) -> Task:
 def brax(name: str, threshold: float, *scripts: str) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
     systems = dict.fromkeys(scripts, options)
-    systems["ppo_continuous gamma 0.99"] = f"{options} --gamma 0.99"
     peer = f"ENV_NAME=brax/{name} NUM_ENVS=64 NUM_STEPS=128 TOTAL_TIMESTEPS=1e6"
     if name == "hopper":  # PureJaxRL's default environment
         systems["purejaxrl 64 envs"] = peer
