@@ -187,7 +187,7 @@ SECTIONS = {
     ],
     "Brax": [
         brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
-        brax("hopper", 500, "ppo_continuous", "ppo_obs_norm"),
+        brax("hopper", 1500, "ppo_continuous", "ppo_obs_norm"),
     ],
     "MinAtar": [
         minatar("Breakout", 20, seeds=20),
@@ -636,8 +636,9 @@ curve. Python 3.11 and no GPU, but for the [last section](#on-a-gpu).
 - **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval. Seconds are
   steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
   evaluation and compilation, on two idle cores of a virtual server, with the systems of an
-  environment taking turns: median of the timed calls [slowest, fastest]. In these columns, an
-  interval that rounds to a single value is omitted.
+  environment taking turns: median of the timed calls [slowest, fastest]. The server's speed varies
+  by a factor of two from day to day: compare steps/s within an environment only. In these columns,
+  an interval that rounds to a single value is omitted.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment; a learning rate or number of environments that was changed is in the name. CleanRL,
