@@ -22,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
+import ablations  # noqa: E402
+
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
 BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
 EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": None, "conv_size": 16}
@@ -39,6 +41,7 @@ GATHER = [
     ),
     (MINIBATCHES, "jax.lax.scan(gather, state, rows"),
 ]
+RESET_VALUE = ablations.PPO["value of the observation after the reset"]
 PERMUTATION = [("= shuffle(key, ", "= jax.random.permutation(key, ")]
 ARGSORT = [("= shuffle(key, num_samples)", "= jnp.argsort(jax.random.bits(key, (num_samples,)))")]
 TIME_FIRST = [  # the loss reads [T, B, ...], so that the scan of the GRU needs no transposes
@@ -146,6 +149,21 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_continuous",
         {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
         PERMUTATION,
+    ),
+    "no pass of the critic over the true next observations (CartPole)": (
+        "ppo_ff",
+        CARTPOLE,
+        RESET_VALUE,
+    ),
+    "no pass of the critic over the true next observations (Breakout)": (
+        "ppo_ff",
+        BREAKOUT,
+        RESET_VALUE,
+    ),
+    "no pass of the critic over the true next observations (Pendulum)": (
+        "ppo_continuous",
+        {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
+        RESET_VALUE,
     ),
     "samples gathered minibatch by minibatch (CartPole)": (
         "ppo_ff",

@@ -128,9 +128,13 @@ def memory(env_id: str, threshold: float) -> Task:
 def brax(name: str, threshold: float, *scripts: str) -> Task:
     options = f"--env-id brax/{name} {BRAX}"
     systems = dict.fromkeys(scripts, options)
-    if name == "inverted_double_pendulum":  # on hopper, it did not finish
-        sizes = "NUM_ENVS=64 NUM_STEPS=128 TOTAL_TIMESTEPS=1e6"
-        systems["purejaxrl 64 envs LR=1e-3"] = f"ENV_NAME=brax/{name} {sizes} LR=1e-3"
+    peer = f"ENV_NAME=brax/{name} TOTAL_TIMESTEPS=1e6"
+    sizes = "NUM_ENVS=64 NUM_STEPS=128"
+    if name == "hopper":  # for which both peers have settings
+        systems["purejaxrl 64 envs"] = f"{peer} {sizes}"
+        systems["rejax"] = peer
+    else:
+        systems["purejaxrl 64 envs LR=3e-3"] = f"{peer} {sizes} LR=3e-3"
     return Task(f"brax/{name}", threshold, 5, systems)
 
 

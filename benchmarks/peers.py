@@ -135,11 +135,17 @@ def purejaxrl_trainer(path, options):
     return ppo.make_train, {**PUREJAXRL_CONTINUOUS, **options}
 
 
+def train_seeds(train, options, seeds):
+    """All seeds in one program: side by side, or on Brax, where that can deadlock, in turns."""
+    in_turns = options.get("ENV_NAME", "").startswith("brax/")
+    program = jax.jit(lambda keys: jax.lax.map(train, keys) if in_turns else jax.vmap(train)(keys))
+    return program(jax.random.split(jax.random.PRNGKey(0), seeds))
+
+
 def purejaxrl_curve(path, options, seeds):
     """Environment steps [U] and mean training returns [U, S]."""
     make_train, config = purejaxrl_trainer(path, options)
-    train = jax.jit(jax.vmap(make_train(config)))
-    metrics = train(jax.random.split(jax.random.PRNGKey(0), seeds))["metrics"]
+    metrics = train_seeds(make_train(config), options, seeds)["metrics"]
     return mean_returns(
         metrics["returned_episode_returns"],  # [S, U, T, N]
         metrics["returned_episode"],
@@ -194,13 +200,28 @@ def purejaxrl(path, script, options, steps_per_call, calls):
     return seconds, config["TOTAL_TIMESTEPS"], timed_calls(call, calls)
 
 
-REJAX = {  # gymnax environment: its configuration
-    "CartPole-v1": "cartpole",
-    "Acrobot-v1": "acrobot",
-    "MountainCar-v0": "mountaincar",
-    "Pendulum-v1": "pendulum",
-    "MountainCarContinuous-v0": "continuous_mountaincar",
+REJAX = {  # environment: its configuration
+    "CartPole-v1": "gymnax/cartpole",
+    "Acrobot-v1": "gymnax/acrobot",
+    "MountainCar-v0": "gymnax/mountaincar",
+    "Pendulum-v1": "gymnax/pendulum",
+    "MountainCarContinuous-v0": "gymnax/continuous_mountaincar",
+    "brax/hopper": "brax/hopper",
 }
+
+
+class BraxEnv(FiveValues):
+    """A Brax environment in rejax's adapter, whose `step` resets as that of gymnax 0.0.9 did."""
+
+    def reset(self, key, params=None):
+        return self.env.reset_env(key, params)
+
+    def step(self, key, state, action, params=None):
+        key, reset_key = jax.random.split(key)
+        obs, state, reward, done, info = self.env.step_env(key, state, action, params)
+        select = lambda start, now: jax.numpy.where(done, start, now)
+        obs, state = jax.tree.map(select, self.reset(reset_key, params), (obs, state))
+        return obs, state, reward, done, info
 
 
 def rejax_agent(path, options):
@@ -210,20 +231,35 @@ def rejax_agent(path, options):
 
     sys.path.insert(0, f"{path}/src")
     from rejax import PPO
+    from rejax.evaluate import evaluate
 
-    with open(f"{path}/configs/gymnax/{REJAX[options['ENV_NAME']]}.yaml") as file:
+    with open(f"{path}/configs/{REJAX[options['ENV_NAME']]}.yaml") as file:
         config = yaml.safe_load(file)["ppo"]
-    env, params = gymnax.make(config["env"])
     total = int(options["TOTAL_TIMESTEPS"])
-    config |= {"env": FiveValues(env), "env_params": params, "total_timesteps": total}
-    return PPO.create(**{**config, "eval_freq": total // 50})
+    config["total_timesteps"] = total
+    if config["env"].startswith("brax/"):
+        from rejax.compat.brax2gymnax import create_brax
+
+        # The physics of our scripts.
+        env, params = create_brax(config["env"].removeprefix("brax/"), backend="generalized")
+        config |= {"env": BraxEnv(env), "env_params": params, "eval_freq": total // 20}
+        agent = PPO.create(**config)
+        # Episodes are long: 32 of them instead of 128.
+        return agent.replace(
+            eval_callback=lambda agent, state, key: evaluate(
+                agent.make_act(state), key, agent.env, params, 32
+            )
+        )
+    env, params = gymnax.make(config["env"])
+    config |= {"env": FiveValues(env), "env_params": params, "eval_freq": total // 50}
+    return PPO.create(**config)
 
 
 def rejax_curve(path, options, seeds):
     """Environment steps [U] and mean returns of its evaluations [U, S]."""
     agent = rejax_agent(path, options)
-    train = jax.jit(jax.vmap(lambda key: agent.train(key)[1][1].mean(axis=-1)))
-    returns = np.asarray(train(jax.random.split(jax.random.PRNGKey(0), seeds)))  # [S, 1 + 50]
+    train = lambda key: agent.train(key)[1][1].mean(axis=-1)
+    returns = np.asarray(train_seeds(train, options, seeds))  # [S, 1 + evaluations]
     batch = agent.num_envs * agent.num_steps
     steps_per_evaluation = batch * -(-agent.eval_freq // batch)
     return steps_per_evaluation * np.arange(1, returns.shape[1]), returns[:, 1:].T

@@ -410,9 +410,10 @@ def scaling_table(args):
     for exponent in range(6, 14, 1 if args.thorough else 2):
         one(f"ppo_rnn, 2^{exponent} envs", "ppo_rnn", {"num_envs": 2**exponent})
     for seeds in (1, 4, 16, 64, 256):
-        one(f"ppo_ff, {seeds} seeds", "ppo_ff", {"num_seeds": seeds}, args.steps // min(seeds, 32))
+        steps = args.steps // min(seeds, 32)
+        one(f"ppo_ff, --num-seeds {seeds}", "ppo_ff", {"num_seeds": seeds}, steps)
     for devices in (1, 2, 4):
-        one(f"ppo_ff, {devices} emulated devices", "ppo_ff", {"num_envs": 64}, devices=devices)
+        one(f"ppo_ff, emulated devices: {devices}", "ppo_ff", {"num_envs": 64}, devices=devices)
     for factor in (1, 10):
         one(f"ppo_ff, steps × {factor}", "ppo_ff", {"num_envs": 64}, factor * args.steps)
     for name in ("CartPole 64 envs", "Pendulum 64 envs", "Empty-6x6 GRU 64"):
