@@ -55,7 +55,6 @@ class Task(NamedTuple):
 
 
 MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
-BRAX = "--num-envs 64 --total-timesteps 1e6 --num-evals 5 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 STOIX_CONTINUOUS = (
     "arch.total_timesteps=5e5 arch.total_num_envs=16 system.actor_lr=1e-3 system.critic_lr=1e-3"
@@ -125,16 +124,16 @@ def memory(env_id: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, systems)
 
 
-def brax(name: str, threshold: float, *scripts: str) -> Task:
-    options = f"--env-id brax/{name} {BRAX}"
+def brax(name: str, threshold: float, num_evals: int, *scripts: str) -> Task:
+    sizes = "--num-envs 64 --total-timesteps 1e6"
+    options = f"--env-id brax/{name} {sizes} --num-evals {num_evals} --eval-episodes 32"
     systems = dict.fromkeys(scripts, options)
     peer = f"ENV_NAME=brax/{name} TOTAL_TIMESTEPS=1e6"
-    sizes = "NUM_ENVS=64 NUM_STEPS=128"
+    purejaxrl = f"{peer} NUM_ENVS=64 NUM_STEPS=128"
     if name == "hopper":  # for which both peers have settings
-        systems["purejaxrl 64 envs"] = f"{peer} {sizes}"
-        systems["rejax"] = peer
+        systems |= {"purejaxrl 64 envs": purejaxrl, "rejax": peer}
     else:
-        systems["purejaxrl 64 envs LR=3e-3"] = f"{peer} {sizes} LR=3e-3"
+        systems["purejaxrl 64 envs LR=3e-3"] = f"{purejaxrl} LR=3e-3"
     return Task(f"brax/{name}", threshold, 5, systems)
 
 
@@ -190,8 +189,8 @@ SECTIONS = {
         continuous("MountainCarContinuous-v0", 90),
     ],
     "Brax": [
-        brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
-        brax("hopper", 1500, "ppo_continuous", "ppo_obs_norm"),
+        brax("inverted_double_pendulum", 5000, 20, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
+        brax("hopper", 1500, 5, "ppo_continuous", "ppo_obs_norm"),
     ],
     "MinAtar": [
         minatar("Breakout", 20, seeds=20),
