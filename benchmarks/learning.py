@@ -133,7 +133,7 @@ def brax(name: str, threshold: float, num_evals: int, *scripts: str) -> Task:
     if name == "hopper":  # for which both peers have settings
         systems |= {"purejaxrl 64 envs": purejaxrl, "rejax": peer}
     else:
-        systems["purejaxrl 64 envs LR=3e-3"] = f"{purejaxrl} LR=3e-3"
+        systems["purejaxrl 64 envs LR=1e-3"] = f"{purejaxrl} LR=1e-3"
     return Task(f"brax/{name}", threshold, 5, systems)
 
 
