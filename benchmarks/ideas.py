@@ -42,6 +42,26 @@ GATHER = [
     (MINIBATCHES, "jax.lax.scan(gather, state, rows"),
 ]
 RESET_VALUE = ablations.PPO["value of the observation after the reset"]
+PASS_AT_LIMITS = [  # as in ppo_rnn.py
+    (
+        "step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)",
+        """critic = jax.vmap(lambda obs: network.apply(state.params, obs)[1])  # [N]
+
+        def step_envs(runner, _):
+            runner, x = jax.vmap(step, (None, 0))(state.params, runner)
+            once = lambda _, value: critic(jax.lax.optimization_barrier((x.next_obs, value))[0])
+            value = jax.lax.fori_loop(0, jnp.int32((x.done & ~x.terminated).any()), once, x.value)
+            return runner, (x._replace(next_obs=None), value)
+""",
+    ),
+    ("runner, rollout = jax.lax.scan(", "runner, (rollout, end_value) = jax.lax.scan("),
+    ("critic = lambda obs: network.apply(state.params, obs)[1]", ""),
+    (
+        ablations.NEXT_VALUE,
+        """next_value = jnp.concatenate([rollout.value[1:], critic(runner.obs)[None]])
+        next_value = jnp.where(rollout.done, end_value, next_value)""",
+    ),
+]
 PERMUTATION = [("= shuffle(key, ", "= jax.random.permutation(key, ")]
 ARGSORT = [("= shuffle(key, num_samples)", "= jnp.argsort(jax.random.bits(key, (num_samples,)))")]
 TIME_FIRST = [  # the loss reads [T, B, ...], so that the scan of the GRU needs no transposes
@@ -160,10 +180,26 @@ IDEAS = {  # name: script, configuration, replacements
         BREAKOUT,
         RESET_VALUE,
     ),
+    "no pass of the critic over the true next observations (Breakout, the defaults)": (
+        "ppo_ff",
+        {"env_id": "Breakout-MinAtar"},
+        RESET_VALUE,
+    ),
     "no pass of the critic over the true next observations (Pendulum)": (
         "ppo_continuous",
         {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
         RESET_VALUE,
+    ),
+    "a pass of the critic only at time limits (CartPole)": ("ppo_ff", CARTPOLE, PASS_AT_LIMITS),
+    "a pass of the critic only at time limits (Breakout, the defaults)": (
+        "ppo_ff",
+        {"env_id": "Breakout-MinAtar"},
+        PASS_AT_LIMITS,
+    ),
+    "a pass of the critic only at time limits (Pendulum)": (
+        "ppo_continuous",
+        {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
+        PASS_AT_LIMITS,
     ),
     "samples gathered minibatch by minibatch (CartPole)": (
         "ppo_ff",
