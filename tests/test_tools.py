@@ -521,6 +521,39 @@ def test_every_idea_changes_its_script(monkeypatch):
         compile(source, script, "exec")
 
 
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "brax/hopper"])  # side by side, in turns
+def test_a_peer_trains_each_seed_with_its_key(monkeypatch, env_id):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import peers
+
+    returns = peers.train_seeds(jax.random.uniform, {"ENV_NAME": env_id}, 3)
+    keys = jax.random.split(jax.random.PRNGKey(0), 3)
+    assert returns.tolist() == [float(jax.random.uniform(key)) for key in keys]
+
+
+def test_a_peers_brax_environment_resets_in_the_step(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import peers
+
+    count_to_two = types.SimpleNamespace(
+        reset_env=lambda key, params: (jax.numpy.float32(0), {"count": jax.numpy.float32(0)}),
+        step_env=lambda key, state, action, params: (
+            state["count"] + 1,
+            {"count": state["count"] + 1},
+            state["count"] + action,
+            state["count"] == 1,
+            {},
+        ),
+    )
+    env, key = peers.BraxEnv(count_to_two), jax.random.key(0)
+    obs, state = env.reset(key)
+    seen = []
+    for _ in range(3):
+        obs, state, reward, done, _ = env.step(key, state, 10.0)
+        seen.append((float(obs), float(state["count"]), float(reward), bool(done)))
+    assert seen == [(1, 1, 10, False), (0, 0, 11, True), (1, 1, 10, False)]
+
+
 def test_a_timed_call_makes_that_many_steps(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import speed
