@@ -3,10 +3,11 @@
     python benchmarks/gpu.py > gpu.md                 # the tables of docs/results.md#on-a-gpu
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
 
-Three tables: one run each, from the command line; steps/s of every script at three sizes; what the
-choices made for CPUs cost there (replacements of ideas.py). Every script has its own process. Those
-of the last two tables compile four at a time, which lengthens their compile seconds, and are timed
-alone, one after the other. What would start after `--minutes` is left out and named.
+Three tables: one run each, from the command line, three at a time; steps/s of every script at three
+sizes; what the choices made for CPUs cost there (replacements of ideas.py). Every script has its
+own process. Those of the last two tables compile four at a time, which lengthens their compile
+seconds, and are timed alone, one after the other. What would start after `--minutes` is left out
+and named.
 """
 
 import argparse
@@ -33,6 +34,7 @@ LARGE = {**GRU, "num_minibatches": 4}
 SPEED = {  # name: script, configuration, numbers of environments
     "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17)),
     "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16)),
+    "Breakout-MinAtar, 1 epoch": ("ppo_ff", {**BREAKOUT, "update_epochs": 1}, (2**16,)),
     "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15)),
     "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15)),
     "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13)),
@@ -47,8 +49,10 @@ CHOICES = {  # name in ideas.py: environments
     "float32 observations, not bool (Breakout)": 2**14,
     "convolutions, not dense layers on patches (Empty)": 2**13,
     "embedding as a lookup of 32 before the first convolution (Empty)": 2**13,
-    "one-hot tiles padded to 32 features (GRU 1024)": 2**13,
-    "a hidden state cleared by a product, not a selection (GRU 1024)": 2**13,
+    "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)": 2**13,
+    "no bias on the recurrent part of the GRU (GRU 1024)": 2**13,
+    "gates computed again in the backward pass (GRU 1024)": 2**13,
+    "hidden states not stored in the rollout (GRU 1024)": 2**13,
     "sequences with the time first in the loss (GRU 1024)": 2**13,
     "argsort, not shuffle (CartPole)": 2**15,
     "jax.random.permutation, not shuffle (CartPole)": 2**15,
@@ -63,12 +67,12 @@ RETURNS = [
 ]
 
 
-def measure_speed(name: str, shrink: int, lock: str):
+def measure_speed(name: str, shrink: int, lock: str, num_sizes: int):
     """Prints a line of JSON per size: environments, steps/s, compile seconds."""
     import speed
 
     script, options, sizes = SPEED[name]
-    for size in sizes:
+    for size in sizes[-num_sizes:]:
         sized = {**options, "num_envs": max(size // shrink, 16)}
         with turn(lock, fcntl.LOCK_SH):
             compile_seconds, steps, call = compile_program(speed, script, sized)
@@ -78,7 +82,7 @@ def measure_speed(name: str, shrink: int, lock: str):
         call = None  # frees the device's memory
 
 
-def measure_choice(name: str, shrink: int, lock: str):
+def measure_choice(name: str, shrink: int, lock: str, num_sizes: int):
     """Prints a line of JSON: environments, steps/s of the script, steps/s with the idea."""
     import ideas
     import speed
@@ -90,7 +94,7 @@ def measure_choice(name: str, shrink: int, lock: str):
     with turn(lock, fcntl.LOCK_SH):
         for changes in ([], replacements):
             ideas.load(script, changes)
-            programs.append(compile_program(speed, script, sized))
+            programs.append(compile_program(speed, script, sized, 16))
     with turn(lock, fcntl.LOCK_EX):
         rates = [rate(speed, steps, call) for _, steps, call in programs]
     print(json.dumps([sized["num_envs"], *rates]), flush=True)
@@ -104,9 +108,9 @@ def turn(lock: str, kind: int):
         yield
 
 
-def compile_program(speed, script: str, options: dict):
+def compile_program(speed, script: str, options: dict, updates: int = 32):
     # So many updates per call that the evaluation at its end, of one episode, hardly counts.
-    updates = 8 if script == "disco" else 32
+    updates = 8 if script == "disco" else updates
     return speed.compile_ours(
         script, options, updates * options["num_envs"] * options.get("num_steps", 29)
     )
@@ -117,13 +121,15 @@ def rate(speed, steps: int, call) -> float:
     return steps / sorted(speed.timed_calls(call, 3))[1]
 
 
-def in_a_process(kind: str, name: str, shrink: int, lock: str, deadline: float) -> tuple:
+def in_a_process(
+    kind: str, name: str, shrink: int, lock: str, num_sizes: int, deadline: float
+) -> tuple:
     """The lines that the process printed, and why it ended early."""
     left = deadline - time.monotonic()
     if left < 10:
         return [], "no time left"
     command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
-    command += ["--lock", lock, "--shrink", str(shrink)]
+    command += ["--lock", lock, "--shrink", str(shrink), "--sizes", str(num_sizes)]
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         try:
@@ -148,12 +154,18 @@ def train(words: str, shrink: int, deadline: float) -> str:
         return f"| `{words}` | no time left | | | | |"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", *words.split(), "--run-dir", folder]
+        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if shrink > 1:
             command += ["--num-envs", "16", "--total-timesteps", "1e5"]
         start = time.monotonic()
         try:
             subprocess.run(
-                command, cwd=ROOT, check=True, capture_output=True, timeout=min(left, 80)
+                command,
+                cwd=ROOT,
+                env=env,
+                check=True,
+                capture_output=True,
+                timeout=min(left, 120),
             )
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             last = (error.stderr or b"").decode().strip().splitlines()[-1:]
@@ -180,6 +192,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shrink", type=int, default=1, help="divide the environments by this")
+    parser.add_argument("--sizes", type=int, default=3, help="the largest sizes of each script")
     parser.add_argument("--minutes", type=float, default=9.5, help="start nothing after these")
     parser.add_argument("--only", default="", help="rows that contain this, with | a choice")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
@@ -188,16 +201,18 @@ def main():
     if args.measure:
         kind, name = args.measure
         measure = {"speed": measure_speed, "choice": measure_choice}[kind]
-        return measure(name, args.shrink, args.lock)
+        return measure(name, args.shrink, args.lock, args.sizes)
     deadline = time.monotonic() + 60 * args.minutes
     print(describe_machine(), flush=True)
     print("\n| command | return | steps/s | compile s | training s | seconds in all |")
     print("|---|---|---|---|---|---|", flush=True)
-    for words in [words for words in RETURNS if re.search(args.only, words)]:
-        print(train(words, args.shrink, deadline), flush=True)
+    runs = [words for words in RETURNS if re.search(args.only, words)]
+    with ThreadPoolExecutor(3) as pool:
+        for row in pool.map(lambda words: train(words, args.shrink, deadline), runs):
+            print(row, flush=True)
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(4) as pool:
         start = lambda kind, name: pool.submit(
-            in_a_process, kind, name, args.shrink, lock.name, deadline
+            in_a_process, kind, name, args.shrink, lock.name, args.sizes, deadline
         )
         speeds = {name: start("speed", name) for name in SPEED if re.search(args.only, name)}
         choices = {name: start("choice", name) for name in CHOICES if re.search(args.only, name)}

@@ -27,11 +27,13 @@ import ablations  # noqa: E402
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
 BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
 EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": None, "conv_size": 16}
-GRU = {"num_envs": 256, "num_steps": 16, "hidden_size": 1024, "head_size": 256}
+GRU = {"num_envs": 256, "num_steps": 16, "num_minibatches": 4}
+GRU |= {"hidden_size": 1024, "head_size": 256}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
 CONCATENATED = "jnp.concatenate([tile, color], axis=-1)"
 SCAN_GRU = "return jax.lax.scan(step, hidden, (inputs, reset))[1]"
+INPUT_GATES = "inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)"
 ROLLOUT = "jax.lax.scan(step_envs, state.runner, None, config.num_steps"
 MINIBATCHES = "jax.lax.scan(update_minibatch, state, minibatches"
 GATHER = [
@@ -74,6 +76,10 @@ TIME_FIRST = [  # the loss reads [T, B, ...], so that the scan of the GRU needs 
         "jax.vmap(apply_fn, (None, 0, 0, 0))(params, *inputs)",
         "jax.vmap(apply_fn, (None, 1, 0, 1), 1)(params, *inputs)",
     ),
+]
+NO_HIDDEN = [  # the loss needs the first one only
+    ("x._replace(next_obs=None)", "x._replace(next_obs=None, hidden=None)"),
+    ("(hidden=rollout.hidden[:1])", "(hidden=state.runner.hidden[None])"),
 ]
 IDEAS = {  # name: script, configuration, replacements
     "convolution, not a dense layer on patches (Breakout)": (
@@ -124,16 +130,29 @@ IDEAS = {  # name: script, configuration, replacements
             )
         ],
     ),
-    "one-hot tiles padded to 32 features (GRU 1024)": (
+    "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)": (
         "ppo_rnn",
         GRU,
-        [(CONCATENATED, f"jnp.pad({CONCATENATED}, [(0, 0)] * 3 + [(0, 7)])")],
+        [
+            (CONCATENATED, f"jnp.pad({CONCATENATED}, [(0, 0)] * 3 + [(0, 7)])"),
+            (
+                INPUT_GATES,
+                INPUT_GATES.replace("(x)", "(jnp.pad(x, [(0, 0), (0, -x.shape[1] % 8)]))"),
+            ),
+        ],
     ),
-    "a hidden state cleared by a product, not a selection (GRU 1024)": (
+    "no bias on the recurrent part of the GRU (GRU 1024)": (
         "ppo_rnn",
         GRU,
-        [("hidden = jnp.where(clear, 0, hidden)", "hidden = hidden * ~clear")],
+        [("(new_h + bias)", "new_h")],
     ),
+    "gates computed again in the backward pass (GRU 1024)": (
+        "ppo_rnn",
+        GRU,
+        [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))],
+    ),
+    "hidden states not stored in the rollout (GRU 1024)": ("ppo_rnn", GRU, NO_HIDDEN),
+    "hidden states not stored in the rollout (the default)": ("ppo_rnn", {}, NO_HIDDEN),
     "sequences with the time first in the loss (GRU 1024)": ("ppo_rnn", GRU, TIME_FIRST),
     "sequences with the time first in the loss (the default)": ("ppo_rnn", {}, TIME_FIRST),
     "GRU: input gates step by step, not in one product": (
