@@ -124,9 +124,9 @@ def memory(env_id: str, threshold: float) -> Task:
     return Task(env_id, threshold, 5, systems)
 
 
-def brax(name: str, threshold: float, num_evals: int, *scripts: str) -> Task:
-    sizes = "--num-envs 64 --total-timesteps 1e6"
-    options = f"--env-id brax/{name} {sizes} --num-evals {num_evals} --eval-episodes 32"
+def brax(name: str, threshold: float, *scripts: str) -> Task:
+    options = f"--env-id brax/{name} --num-envs 64 --total-timesteps 1e6"
+    options += " --num-evals 20 --eval-episodes 32"
     systems = dict.fromkeys(scripts, options)
     peer = f"ENV_NAME=brax/{name} TOTAL_TIMESTEPS=1e6"
     purejaxrl = f"{peer} NUM_ENVS=64 NUM_STEPS=128"
@@ -189,8 +189,8 @@ SECTIONS = {
         continuous("MountainCarContinuous-v0", 90),
     ],
     "Brax": [
-        brax("inverted_double_pendulum", 5000, 20, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
-        brax("hopper", 1500, 5, "ppo_continuous", "ppo_obs_norm"),
+        brax("inverted_double_pendulum", 5000, "ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
+        brax("hopper", 1500, "ppo_continuous", "ppo_obs_norm"),
     ],
     "MinAtar": [
         minatar("Breakout", 20, seeds=20),
