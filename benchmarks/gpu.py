@@ -3,11 +3,11 @@
     python benchmarks/gpu.py > gpu.md                 # the tables of docs/results.md#on-a-gpu
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
 
-Three tables: one run each, from the command line, three at a time; steps/s of every script at three
-sizes; what the choices made for CPUs cost there (replacements of ideas.py). Every script has its
-own process. Those of the last two tables compile four at a time, which lengthens their compile
-seconds, and are timed alone, one after the other. What would start after `--minutes` is left out
-and named.
+Three tables: complete runs from the command line, three at a time; steps/s of the scripts, most at
+three sizes; what the choices made for CPUs cost there, and ideas for a large GRU (both defined in
+ideas.py). Every program has its own process. Those of the last two tables compile four at a time,
+which lengthens their compile seconds, but are timed one at a time. Whatever is not finished after
+`--minutes` is stopped or skipped, and marked "no time left".
 """
 
 import argparse
@@ -30,7 +30,7 @@ CARTPOLE = {"num_steps": 32, "num_minibatches": 8}
 BREAKOUT = {"env_id": "Breakout-MinAtar", "num_steps": 32, "num_minibatches": 8}
 PENDULUM = {"num_steps": 32, "num_minibatches": 8}
 GRU = {"hidden_size": 1024, "head_size": 256, "num_steps": 16}
-LARGE = {**GRU, "num_minibatches": 4}
+FOUR_MINIBATCHES = {**GRU, "num_minibatches": 4}
 SPEED = {  # name: script, configuration, numbers of environments
     "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17)),
     "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16)),
@@ -39,8 +39,12 @@ SPEED = {  # name: script, configuration, numbers of environments
     "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15)),
     "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13)),
     "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**11, 2**12, 2**13)),
-    "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", LARGE, (2**13,)),
-    "Empty-6x6, GRU 1024, 4 minibatches, bf16": ("ppo_rnn", {**LARGE, "bf16": True}, (2**13,)),
+    "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", FOUR_MINIBATCHES, (2**13,)),
+    "Empty-6x6, GRU 1024, 4 minibatches, bf16": (
+        "ppo_rnn",
+        {**FOUR_MINIBATCHES, "bf16": True},
+        (2**13,),
+    ),
     "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15)),
     "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10)),
 }
@@ -193,8 +197,8 @@ def main():
     )
     parser.add_argument("--shrink", type=int, default=1, help="divide the environments by this")
     parser.add_argument("--sizes", type=int, default=3, help="the largest sizes of each script")
-    parser.add_argument("--minutes", type=float, default=9.5, help="start nothing after these")
-    parser.add_argument("--only", default="", help="rows that contain this, with | a choice")
+    parser.add_argument("--minutes", type=float, default=9.5, help="stop after these")
+    parser.add_argument("--only", default="", help="rows that match this regular expression")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -77,6 +77,7 @@ TIME_FIRST = [  # the loss reads [T, B, ...], so that the scan of the GRU needs 
         "jax.vmap(apply_fn, (None, 1, 0, 1), 1)(params, *inputs)",
     ),
 ]
+CHECKPOINT = [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))]
 NO_HIDDEN = [  # the loss needs the first one only
     ("x._replace(next_obs=None)", "x._replace(next_obs=None, hidden=None)"),
     ("(hidden=rollout.hidden[:1])", "(hidden=state.runner.hidden[None])"),
@@ -146,11 +147,8 @@ IDEAS = {  # name: script, configuration, replacements
         GRU,
         [("(new_h + bias)", "new_h")],
     ),
-    "gates computed again in the backward pass (GRU 1024)": (
-        "ppo_rnn",
-        GRU,
-        [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))],
-    ),
+    "gates computed again in the backward pass (GRU 1024)": ("ppo_rnn", GRU, CHECKPOINT),
+    "gates computed again in the backward pass (the default)": ("ppo_rnn", {}, CHECKPOINT),
     "hidden states not stored in the rollout (GRU 1024)": ("ppo_rnn", GRU, NO_HIDDEN),
     "hidden states not stored in the rollout (the default)": ("ppo_rnn", {}, NO_HIDDEN),
     "sequences with the time first in the loss (GRU 1024)": ("ppo_rnn", GRU, TIME_FIRST),
