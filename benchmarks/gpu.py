@@ -38,7 +38,7 @@ SPEED = {  # name: script, configuration, numbers of environments
     "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15)),
     "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15)),
     "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13)),
-    "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**11, 2**12, 2**13)),
+    "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**13,)),
     "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", FOUR_MINIBATCHES, (2**13,)),
     "Empty-6x6, GRU 1024, 4 minibatches, bf16": (
         "ppo_rnn",
@@ -47,6 +47,9 @@ SPEED = {  # name: script, configuration, numbers of environments
     ),
     "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15)),
     "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10)),
+    "CartPole-v1, DPO": ("ppo_drift", {**CARTPOLE, "drift": "dpo"}, (2**15,)),
+    "Pendulum-v1, V-trace": ("ppo_vtrace", {"num_steps": 32}, (2**13,)),
+    "MemoryS8, trials": ("ppo_meta", {}, (2**13,)),
 }
 CHOICES = {  # name in ideas.py: environments
     "convolution, not a dense layer on patches (Breakout)": 2**14,
@@ -54,10 +57,7 @@ CHOICES = {  # name in ideas.py: environments
     "convolutions, not dense layers on patches (Empty)": 2**13,
     "embedding as a lookup of 32 before the first convolution (Empty)": 2**13,
     "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)": 2**13,
-    "no bias on the recurrent part of the GRU (GRU 1024)": 2**13,
-    "gates computed again in the backward pass (GRU 1024)": 2**13,
-    "hidden states not stored in the rollout (GRU 1024)": 2**13,
-    "sequences with the time first in the loss (GRU 1024)": 2**13,
+    "gates recomputed in the backward pass (GRU 1024)": 2**13,
     "argsort, not shuffle (CartPole)": 2**15,
     "jax.random.permutation, not shuffle (CartPole)": 2**15,
 }
@@ -229,7 +229,9 @@ def main():
                 print(f"| {work} | {cells} |", flush=True)
             if problem:
                 print(f"| {work} | | {problem} | |", flush=True)
-        print("\n| choice | environments | script | with it | |\n|---|---|---|---|---|")
+        print(
+            "\n| choice | environments | script | with the alternative | |\n|---|---|---|---|---|"
+        )
         for name, future in choices.items():
             lines, problem = future.result()
             for num_envs, plain, changed in lines:

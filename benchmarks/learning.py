@@ -676,8 +676,9 @@ script overlap, these seeds do not show a difference; an effect may still exist.
 GPU_INTRODUCTION = """
 ## On a GPU
 
-`python benchmarks/gpu.py` ([the file](../benchmarks/results/gpu.md); [what it
-says](../benchmarks/RESULTS.md#on-a-gpu)). Steps/s: the median of three calls after a warm-up.
+Measured with `python benchmarks/gpu.py`: [the file](../benchmarks/results/gpu.md), [what it
+shows](../benchmarks/RESULTS.md#on-a-gpu). Steps/s of the command lines: those of the whole run, as
+in its `summary.json`; of the other tables: the median of three calls after a warm-up.
 
 """
 ABLATION_HEADER = """
