@@ -17,6 +17,7 @@ import imageio.v3
 import jax
 import numpy as np
 import pytest
+import tyro
 from conftest import ROOT, SCRIPTS, load_script, tiny
 from PIL import Image
 
@@ -519,6 +520,21 @@ def test_every_idea_changes_its_script(monkeypatch):
             assert source.count(old) == 1, (script, old)
             source = source.replace(old, new)
         compile(source, script, "exec")
+
+
+def test_the_rows_of_the_gpu_tables_exist(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+    import ideas
+
+    assert set(gpu.CHOICES) <= set(ideas.IDEAS)
+    for script, options, sizes in gpu.SPEED.values():
+        config = load_script(script).Config(**options, num_envs=sizes[-1])
+        assert config.batch_size >= sizes[-1]
+    for words in gpu.RETURNS:
+        script, *options = words.split()
+        config = tyro.cli(load_script(script[:-3]).Config, args=options)
+        assert config.num_updates > 0
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "brax/hopper"])  # side by side, in turns
