@@ -86,7 +86,7 @@ def measure_speed(name: str, shrink: int, lock: str, num_sizes: int):
         call = None  # frees the device's memory
 
 
-def measure_choice(name: str, shrink: int, lock: str, num_sizes: int):
+def measure_choice(name: str, shrink: int, lock: str):
     """Prints a line of JSON: environments, steps/s of the script, steps/s with the idea."""
     import ideas
     import speed
@@ -204,8 +204,9 @@ def main():
     args = parser.parse_args()
     if args.measure:
         kind, name = args.measure
-        measure = {"speed": measure_speed, "choice": measure_choice}[kind]
-        return measure(name, args.shrink, args.lock, args.sizes)
+        if kind == "speed":
+            return measure_speed(name, args.shrink, args.lock, args.sizes)
+        return measure_choice(name, args.shrink, args.lock)
     deadline = time.monotonic() + 60 * args.minutes
     print(describe_machine(), flush=True)
     print("\n| command | return | steps/s | compile s | training s | seconds in all |")
