@@ -5,7 +5,7 @@
 
 Three tables: complete runs from the command line, three at a time; steps/s of the scripts, most at
 three sizes; what the choices made for CPUs cost there, and ideas for a large GRU (both defined in
-ideas.py). Every program has its own process. Those of the last two tables compile four at a time,
+ideas.py). Every program has its own process. Those of the last two tables compile five at a time,
 which lengthens their compile seconds, but are timed one at a time. Whatever is not finished after
 `--minutes` is stopped or skipped, and marked "no time left".
 """
@@ -31,36 +31,58 @@ BREAKOUT = {"env_id": "Breakout-MinAtar", "num_steps": 32, "num_minibatches": 8}
 PENDULUM = {"num_steps": 32, "num_minibatches": 8}
 GRU = {"hidden_size": 1024, "head_size": 256, "num_steps": 16}
 FOUR_MINIBATCHES = {**GRU, "num_minibatches": 4}
-SPEED = {  # name: script, configuration, numbers of environments
-    "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17)),
-    "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16)),
-    "Breakout-MinAtar, 1 epoch": ("ppo_ff", {**BREAKOUT, "update_epochs": 1}, (2**16,)),
-    "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15)),
-    "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15)),
-    "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13)),
-    "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**13,)),
-    "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", FOUR_MINIBATCHES, (2**13,)),
+SPEED = {  # name: script, configuration, numbers of environments, steps of a timed call
+    "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13), 2**20),
+    "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**13,), 2**21),
+    "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", FOUR_MINIBATCHES, (2**13,), 2**21),
     "Empty-6x6, GRU 1024, 4 minibatches, bf16": (
         "ppo_rnn",
         {**FOUR_MINIBATCHES, "bf16": True},
         (2**13,),
+        2**21,
     ),
-    "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15)),
-    "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10)),
-    "CartPole-v1, DPO": ("ppo_drift", {**CARTPOLE, "drift": "dpo"}, (2**15,)),
-    "Pendulum-v1, V-trace": ("ppo_vtrace", {"num_steps": 32}, (2**13,)),
-    "MemoryS8, trials": ("ppo_meta", {}, (2**13,)),
+    "MemoryS8, trials": ("ppo_meta", {}, (2**11, 2**12, 2**13), 2**22),
+    "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10), 2**20),
+    "Catch-5x5, meta-training": ("disco_meta", {}, (2**5, 2**7, 2**9), 2**18),
+    "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17), 2**26),
+    "CartPole-v1, DPO": ("ppo_drift", {**CARTPOLE, "drift": "dpo"}, (2**13, 2**15, 2**17), 2**26),
+    "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16), 2**23),
+    "Breakout-MinAtar, 1 epoch": ("ppo_ff", {**BREAKOUT, "update_epochs": 1}, (2**16,), 2**24),
+    "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15), 2**24),
+    "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15), 2**24),
+    "Pendulum-v1, V-trace": ("ppo_vtrace", {"num_steps": 32}, (2**11, 2**13, 2**15), 2**24),
+    "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15), 2**24),
 }
-CHOICES = {  # name in ideas.py: environments
-    "convolution, not a dense layer on patches (Breakout)": 2**14,
-    "float32 observations, not bool (Breakout)": 2**14,
-    "convolutions, not dense layers on patches (Empty)": 2**13,
-    "embedding as a lookup of 32 before the first convolution (Empty)": 2**13,
-    "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)": 2**13,
-    "gates recomputed in the backward pass (GRU 1024)": 2**13,
-    "argsort, not shuffle (CartPole)": 2**15,
-    "jax.random.permutation, not shuffle (CartPole)": 2**15,
-}
+CHOICES = [  # environments, steps of a timed call, alternatives in ideas.py to the same program
+    (
+        2**13,
+        2**21,
+        "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)",
+        "gates recomputed in the backward pass (GRU 1024)",
+    ),
+    (
+        2**13,
+        2**21,
+        "convolutions, not dense layers on patches (Empty)",
+        "embedding as a lookup of 32 before the first convolution (Empty)",
+    ),
+    (
+        2**14,
+        2**23,
+        "convolution, not a dense layer on patches (Breakout)",
+        "float32 observations, not bool (Breakout)",
+    ),
+    (
+        2**15,
+        2**25,
+        "argsort, not shuffle (CartPole)",
+        "jax.random.permutation, not shuffle (CartPole)",
+    ),
+]
+PROCESSES = 5  # that compile at a time
+SLOW_TO_COMPILE = (
+    "Empty|GRU|MemoryS8|Catch"  # started first, since the others in turn wait for them
+)
 RETURNS = [
     "ppo_ff.py --num-envs 1024 --num-steps 32 --total-timesteps 4e6",
     "ppo_ff.py --env-id Breakout-MinAtar --num-envs 1024 --num-steps 32 --total-timesteps 2e7",
@@ -75,33 +97,35 @@ def measure_speed(name: str, shrink: int, lock: str, num_sizes: int):
     """Prints a line of JSON per size: environments, steps/s, compile seconds."""
     import speed
 
-    script, options, sizes = SPEED[name]
+    script, options, sizes, call_steps = SPEED[name]
     for size in sizes[-num_sizes:]:
         sized = {**options, "num_envs": max(size // shrink, 16)}
         with turn(lock, fcntl.LOCK_SH):
-            compile_seconds, steps, call = compile_program(speed, script, sized)
+            compile_seconds, steps, call = speed.compile_ours(script, sized, call_steps // shrink)
         with turn(lock, fcntl.LOCK_EX):
             result = [sized["num_envs"], rate(speed, steps, call), compile_seconds]
         print(json.dumps(result), flush=True)
         call = None  # frees the device's memory
 
 
-def measure_choice(name: str, shrink: int, lock: str):
-    """Prints a line of JSON: environments, steps/s of the script, steps/s with the idea."""
+def measure_choices(index: str, shrink: int, lock: str):
+    """Prints a line of JSON per alternative: name, environments, steps/s without and with it."""
     import ideas
     import speed
 
-    script, options, replacements = ideas.IDEAS[name]
+    size, call_steps, *names = CHOICES[int(index)]
+    script, options, _ = ideas.IDEAS[names[0]]
     num_steps = min(options.get("num_steps", 32), 32)
-    sized = {**options, "num_envs": max(CHOICES[name] // shrink, 16), "num_steps": num_steps}
+    sized = {**options, "num_envs": max(size // shrink, 16), "num_steps": num_steps}
     programs = []
-    with turn(lock, fcntl.LOCK_SH):
-        for changes in ([], replacements):
-            ideas.load(script, changes)
-            programs.append(compile_program(speed, script, sized, 16))
+    for changes in ([], *(ideas.IDEAS[name][2] for name in names)):
+        ideas.load(script, changes)
+        with turn(lock, fcntl.LOCK_SH):
+            programs.append(speed.compile_ours(script, sized, call_steps // shrink))
     with turn(lock, fcntl.LOCK_EX):
-        rates = [rate(speed, steps, call) for _, steps, call in programs]
-    print(json.dumps([sized["num_envs"], *rates]), flush=True)
+        plain, *rates = [rate(speed, steps, call) for _, steps, call in programs]
+    for name, changed in zip(names, rates, strict=True):
+        print(json.dumps([name, sized["num_envs"], plain, changed]), flush=True)
 
 
 @contextlib.contextmanager
@@ -110,14 +134,6 @@ def turn(lock: str, kind: int):
     with open(lock) as file:
         fcntl.flock(file, kind)
         yield
-
-
-def compile_program(speed, script: str, options: dict, updates: int = 32):
-    # So many updates per call that the evaluation at its end, of one episode, hardly counts.
-    updates = 8 if script == "disco" else updates
-    return speed.compile_ours(
-        script, options, updates * options["num_envs"] * options.get("num_steps", 29)
-    )
 
 
 def rate(speed, steps: int, call) -> float:
@@ -181,6 +197,10 @@ def train(words: str, shrink: int, deadline: float) -> str:
     return f"| `{words}` | {cells} |"
 
 
+def describe(kind: str, name: str) -> str:
+    return name if kind == "speed" else " and ".join(CHOICES[int(name)][2:])
+
+
 def describe_machine() -> str:
     code = "import jax, flax, optax, platform as p; print(jax.devices()[0].device_kind, end=', ')"
     code += "; print('Python', p.python_version(), end=', ')"
@@ -206,7 +226,7 @@ def main():
         kind, name = args.measure
         if kind == "speed":
             return measure_speed(name, args.shrink, args.lock, args.sizes)
-        return measure_choice(name, args.shrink, args.lock)
+        return measure_choices(name, args.shrink, args.lock)
     deadline = time.monotonic() + 60 * args.minutes
     print(describe_machine(), flush=True)
     print("\n| command | return | steps/s | compile s | training s | seconds in all |")
@@ -215,31 +235,33 @@ def main():
     with ThreadPoolExecutor(3) as pool:
         for row in pool.map(lambda words: train(words, args.shrink, deadline), runs):
             print(row, flush=True)
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(4) as pool:
-        start = lambda kind, name: pool.submit(
-            in_a_process, kind, name, args.shrink, lock.name, args.sizes, deadline
-        )
-        speeds = {name: start("speed", name) for name in SPEED if re.search(args.only, name)}
-        choices = {name: start("choice", name) for name in CHOICES if re.search(args.only, name)}
+    jobs = [("speed", name) for name in SPEED]
+    jobs += [("choices", str(index)) for index in range(len(CHOICES))]
+    jobs = [job for job in jobs if re.search(args.only, describe(*job))]
+    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(PROCESSES) as pool:
+        arguments = args.shrink, lock.name, args.sizes, deadline
+        slowest_first = sorted(jobs, key=lambda job: not re.search(SLOW_TO_COMPILE, describe(*job)))
+        futures = {job: pool.submit(in_a_process, *job, *arguments) for job in slowest_first}
         print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
-        for name, future in speeds.items():
-            lines, problem = future.result()
-            work = f"`{SPEED[name][0]}.py`, {name}"
-            for num_envs, steps_per_second, seconds in lines:
-                cells = f"{num_envs} | {steps_per_second:,.0f} | {seconds:.1f}"
-                print(f"| {work} | {cells} |", flush=True)
-            if problem:
-                print(f"| {work} | | {problem} | |", flush=True)
-        print(
-            "\n| choice | environments | script | with the alternative | |\n|---|---|---|---|---|"
-        )
-        for name, future in choices.items():
-            lines, problem = future.result()
-            for num_envs, plain, changed in lines:
-                cells = f"{num_envs} | {plain:,.0f} | {changed:,.0f} | {changed / plain:.2f} ×"
-                print(f"| {name} | {cells} |", flush=True)
-            if problem:
-                print(f"| {name} | | {problem} | | |", flush=True)
+        for kind, name in jobs:
+            if kind == "speed":
+                lines, problem = futures[kind, name].result()
+                work = f"`{SPEED[name][0]}.py`, {name}"
+                for num_envs, steps_per_second, seconds in lines:
+                    cells = f"{num_envs} | {steps_per_second:,.0f} | {seconds:.1f}"
+                    print(f"| {work} | {cells} |", flush=True)
+                if problem:
+                    print(f"| {work} | | {problem} | |", flush=True)
+        print("\n| choice | environments | script | with the alternative | |")
+        print("|---|---|---|---|---|", flush=True)
+        for kind, name in jobs:
+            if kind == "choices":
+                lines, problem = futures[kind, name].result()
+                for choice, num_envs, plain, changed in lines:
+                    cells = f"{num_envs} | {plain:,.0f} | {changed:,.0f} | {changed / plain:.2f} ×"
+                    print(f"| {choice} | {cells} |", flush=True)
+                if problem:
+                    print(f"| {describe(kind, name)} | | {problem} | | |", flush=True)
 
 
 if __name__ == "__main__":

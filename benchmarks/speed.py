@@ -132,6 +132,9 @@ def make_long_call(script, options, steps_per_call):
     """
     module, options = load(script, options)
     options |= {"eval_episodes": 1, "num_evals": 1000}
+    if script == "disco_meta":
+        updates = max(1, steps_per_call // module.Config(**options).batch_size)
+        return module, module.Config(**options, num_meta_steps=updates * options["num_evals"])
     batch_size = module.Config(**{**options, "total_timesteps": 1e12}).batch_size
     updates = max(1, steps_per_call // batch_size)
     total = updates * batch_size * options["num_evals"]
