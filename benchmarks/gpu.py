@@ -3,24 +3,24 @@
     python benchmarks/gpu.py > gpu.md                 # the tables of docs/results.md#on-a-gpu
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
 
-Three tables: complete runs from the command line, three at a time; steps/s of the scripts, most at
-three sizes; what the choices made for CPUs cost there, and ideas for a large GRU (both defined in
-ideas.py). Every program has its own process. Those of the last two tables compile five at a time,
-which lengthens their compile seconds, but are timed one at a time. Whatever is not finished after
-`--minutes` is stopped or skipped, and marked "no time left".
+Three tables: complete runs from the command line; steps/s of every script; what the choices made
+for CPUs cost there (defined in ideas.py). A row of the last two tables is a process that compiles
+its programs, the largest first, and waits. Five command lines or rows are at work at a time, which
+lengthens their seconds. Then the rows are timed, one at a time. After 70 % of `--minutes` a row
+compiles no further program, and after all of them everything is stopped: "no time left".
 """
 
 import argparse
-import contextlib
-import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,7 +32,9 @@ PENDULUM = {"num_steps": 32, "num_minibatches": 8}
 GRU = {"hidden_size": 1024, "head_size": 256, "num_steps": 16}
 FOUR_MINIBATCHES = {**GRU, "num_minibatches": 4}
 SPEED = {  # name: script, configuration, numbers of environments, steps of a timed call
-    "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13), 2**20),
+    # Those that compile longest come first.
+    "Catch-5x5, meta-training": ("disco_meta", {}, (2**5, 2**7, 2**9), 2**16),
+    "Empty-6x6, GRU 1024": ("ppo_rnn", GRU, (2**11, 2**12, 2**13), 2**21),
     "Empty-6x6, GRU 1024, bf16": ("ppo_rnn", {**GRU, "bf16": True}, (2**13,), 2**21),
     "Empty-6x6, GRU 1024, 4 minibatches": ("ppo_rnn", FOUR_MINIBATCHES, (2**13,), 2**21),
     "Empty-6x6, GRU 1024, 4 minibatches, bf16": (
@@ -41,48 +43,43 @@ SPEED = {  # name: script, configuration, numbers of environments, steps of a ti
         (2**13,),
         2**21,
     ),
-    "MemoryS8, trials": ("ppo_meta", {}, (2**11, 2**12, 2**13), 2**22),
-    "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10), 2**20),
-    "Catch-5x5, meta-training": ("disco_meta", {}, (2**5, 2**7, 2**9), 2**18),
-    "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17), 2**26),
-    "CartPole-v1, DPO": ("ppo_drift", {**CARTPOLE, "drift": "dpo"}, (2**13, 2**15, 2**17), 2**26),
+    "MemoryS8, trials": ("ppo_meta", {}, (2**11, 2**12, 2**13), 2**21),
+    "Catch-8x8, random rule": ("disco", {"weights": "random"}, (2**6, 2**8, 2**10), 2**19),
+    "CartPole-v1": ("ppo_ff", CARTPOLE, (2**13, 2**15, 2**17), 2**25),
+    "CartPole-v1, DPO": ("ppo_drift", {**CARTPOLE, "drift": "dpo"}, (2**13, 2**15, 2**17), 2**25),
     "Breakout-MinAtar": ("ppo_ff", BREAKOUT, (2**12, 2**14, 2**16), 2**23),
-    "Breakout-MinAtar, 1 epoch": ("ppo_ff", {**BREAKOUT, "update_epochs": 1}, (2**16,), 2**24),
-    "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15), 2**24),
-    "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15), 2**24),
-    "Pendulum-v1, V-trace": ("ppo_vtrace", {"num_steps": 32}, (2**11, 2**13, 2**15), 2**24),
-    "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15), 2**24),
+    "Breakout-MinAtar, 1 epoch": ("ppo_ff", {**BREAKOUT, "update_epochs": 1}, (2**16,), 2**23),
+    "Pendulum-v1": ("ppo_continuous", PENDULUM, (2**11, 2**13, 2**15), 2**23),
+    "Pendulum-v1, normalized": ("ppo_obs_norm", PENDULUM, (2**11, 2**13, 2**15), 2**23),
+    "Pendulum-v1, V-trace": ("ppo_vtrace", {"num_steps": 32}, (2**11, 2**13, 2**15), 2**23),
+    "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15), 2**23),
 }
-CHOICES = [  # environments, steps of a timed call, alternatives in ideas.py to the same program
-    (
+CHOICES = {  # name: environments, steps of a timed call, alternatives in ideas.py to one program
+    "Empty-6x6": (
         2**13,
-        2**21,
-        "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)",
-        "gates recomputed in the backward pass (GRU 1024)",
+        2**20,
+        (
+            "convolutions, not dense layers on patches (Empty)",
+            "embedding as a lookup of 32 before the first convolution (Empty)",
+        ),
     ),
-    (
-        2**13,
-        2**21,
-        "convolutions, not dense layers on patches (Empty)",
-        "embedding as a lookup of 32 before the first convolution (Empty)",
-    ),
-    (
+    "Breakout-MinAtar": (
         2**14,
-        2**23,
-        "convolution, not a dense layer on patches (Breakout)",
-        "float32 observations, not bool (Breakout)",
+        2**22,
+        (
+            "convolution, not a dense layer on patches (Breakout)",
+            "float32 observations, not bool (Breakout)",
+        ),
     ),
-    (
+    "CartPole-v1": (
         2**15,
         2**25,
-        "argsort, not shuffle (CartPole)",
-        "jax.random.permutation, not shuffle (CartPole)",
+        (
+            "argsort, not shuffle (CartPole)",
+            "jax.random.permutation, not shuffle (CartPole)",
+        ),
     ),
-]
-PROCESSES = 5  # that compile at a time
-SLOW_TO_COMPILE = (
-    "Empty|GRU|MemoryS8|Catch"  # started first, since the others in turn wait for them
-)
+}
 RETURNS = [
     "ppo_ff.py --num-envs 1024 --num-steps 32 --total-timesteps 4e6",
     "ppo_ff.py --env-id Breakout-MinAtar --num-envs 1024 --num-steps 32 --total-timesteps 2e7",
@@ -93,83 +90,89 @@ RETURNS = [
 ]
 
 
-def measure_speed(name: str, shrink: int, lock: str, num_sizes: int):
-    """Prints a line of JSON per size: environments, steps/s, compile seconds."""
+def sizes(name: str, shrink: int, num_sizes: int) -> list:
+    """Number of environments and a function that compiles, per size of a row of SPEED."""
     import speed
 
-    script, options, sizes, call_steps = SPEED[name]
-    for size in sizes[-num_sizes:]:
-        sized = {**options, "num_envs": max(size // shrink, 16)}
-        with turn(lock, fcntl.LOCK_SH):
-            compile_seconds, steps, call = speed.compile_ours(script, sized, call_steps // shrink)
-        with turn(lock, fcntl.LOCK_EX):
-            result = [sized["num_envs"], rate(speed, steps, call), compile_seconds]
-        print(json.dumps(result), flush=True)
-        call = None  # frees the device's memory
+    script, options, sizes, steps = SPEED[name]
+    sizes = [max(size // shrink, 16) for size in sizes[: -num_sizes - 1 : -1]]  # largest first
+    compile_size = lambda size: speed.compile_ours(
+        script, {**options, "num_envs": size}, steps // shrink
+    )
+    return [(size, partial(compile_size, size)) for size in sizes]
 
 
-def measure_choices(index: str, shrink: int, lock: str):
-    """Prints a line of JSON per alternative: name, environments, steps/s without and with it."""
+def alternatives(name: str, shrink: int) -> list:
+    """The same for a script and each of its alternatives in a row of CHOICES."""
     import ideas
     import speed
 
-    size, call_steps, *names = CHOICES[int(index)]
+    size, steps, names = CHOICES[name]
+    size = max(size // shrink, 16)
     script, options, _ = ideas.IDEAS[names[0]]
-    num_steps = min(options.get("num_steps", 32), 32)
-    sized = {**options, "num_envs": max(size // shrink, 16), "num_steps": num_steps}
-    programs = []
-    for changes in ([], *(ideas.IDEAS[name][2] for name in names)):
+    options = {**options, "num_envs": size, "num_steps": 32}
+
+    def compile_changed(changes):
         ideas.load(script, changes)
-        with turn(lock, fcntl.LOCK_SH):
-            programs.append(speed.compile_ours(script, sized, call_steps // shrink))
-    with turn(lock, fcntl.LOCK_EX):
-        plain, *rates = [rate(speed, steps, call) for _, steps, call in programs]
-    for name, changed in zip(names, rates, strict=True):
-        print(json.dumps([name, sized["num_envs"], plain, changed]), flush=True)
+        return speed.compile_ours(script, options, steps // shrink)
+
+    changes = [[], *(ideas.IDEAS[name][2] for name in names)]
+    return [(size, partial(compile_changed, x)) for x in changes]
 
 
-@contextlib.contextmanager
-def turn(lock: str, kind: int):
-    """Several processes compile at a time (LOCK_SH); one is timed while none compiles (LOCK_EX)."""
-    with open(lock) as file:
-        fcntl.flock(file, kind)
-        yield
+def measure(kind: str, name: str, shrink: int, num_sizes: int, until: float):
+    """The process of a row. Prints JSON per program: environments, steps/s, compile seconds."""
+    import speed
+
+    programs = sizes(name, shrink, num_sizes) if kind == "speed" else alternatives(name, shrink)
+    compiled = []
+    for num_envs, compile_program in programs:
+        if time.time() < until:
+            compiled.append((num_envs, *compile_program()))
+    print("compiled", flush=True)
+    sys.stdin.readline()
+    for num_envs, compile_seconds, steps, call in compiled:
+        seconds = sorted(speed.timed_calls(call, 3))[1]
+        print(json.dumps([num_envs, steps / seconds, compile_seconds]), flush=True)
+    if len(compiled) < len(programs):
+        sys.exit("no time left")
 
 
-def rate(speed, steps: int, call) -> float:
-    """Steps/s: the median of three calls after a warm-up."""
-    return steps / sorted(speed.timed_calls(call, 3))[1]
+class Row:
+    """The process of a row: compiles when made, and is timed by `rates`."""
 
+    def __init__(self, kind: str, name: str, args: argparse.Namespace, deadline: float):
+        until = deadline - 0.3 * 60 * args.minutes
+        command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
+        command += ["--shrink", str(args.shrink), "--sizes", str(args.sizes), "--until", str(until)]
+        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        pipe = subprocess.PIPE
+        self.process = None
+        if time.time() > until:
+            return
+        self.errors = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            command, env=env, stdin=pipe, stdout=pipe, stderr=self.errors, text=True
+        )
+        stop = threading.Timer(deadline - time.time(), self.process.kill)
+        stop.daemon = True
+        stop.start()
+        self.process.stdout.readline()  # "compiled", or nothing if it failed
 
-def in_a_process(
-    kind: str, name: str, shrink: int, lock: str, num_sizes: int, deadline: float
-) -> tuple:
-    """The lines that the process printed, and why it ended early."""
-    left = deadline - time.monotonic()
-    if left < 10:
-        return [], "no time left"
-    command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
-    command += ["--lock", lock, "--shrink", str(shrink), "--sizes", str(num_sizes)]
-    env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
-        try:
-            process = subprocess.run(command, env=env, stdout=out, stderr=errors, timeout=left)
-            failed = process.returncode
-        except subprocess.TimeoutExpired:
-            return read_lines(out), "no time left"
-        errors.seek(0)
-        last = (errors.read().strip().splitlines() or ["killed"])[-1]
-        return read_lines(out), last if failed else ""
-
-
-def read_lines(file) -> list:
-    file.seek(0)
-    return [json.loads(line) for line in file if line.startswith("[")]
+    def rates(self) -> tuple[list, str]:
+        """A list per program, [environments, steps/s, compile seconds], and what went wrong."""
+        if self.process is None:
+            return [], "no time left"
+        output, _ = self.process.communicate("time\n")
+        lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
+        self.errors.seek(0)
+        errors = self.errors.read().strip().splitlines() or ["no time left"]
+        return lines, errors[-1] if self.process.returncode else ""
 
 
 def train(words: str, shrink: int, deadline: float) -> str:
     """A row of the table of returns."""
-    left = deadline - time.monotonic()
+    left = deadline - time.time()
     if left < 10:
         return f"| `{words}` | no time left | | | | |"
     with tempfile.TemporaryDirectory() as folder:
@@ -197,10 +200,6 @@ def train(words: str, shrink: int, deadline: float) -> str:
     return f"| `{words}` | {cells} |"
 
 
-def describe(kind: str, name: str) -> str:
-    return name if kind == "speed" else " and ".join(CHOICES[int(name)][2:])
-
-
 def describe_machine() -> str:
     code = "import jax, flax, optax, platform as p; print(jax.devices()[0].device_kind, end=', ')"
     code += "; print('Python', p.python_version(), end=', ')"
@@ -220,48 +219,44 @@ def main():
     parser.add_argument("--minutes", type=float, default=9.5, help="stop after these")
     parser.add_argument("--only", default="", help="rows that match this regular expression")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
-    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        kind, name = args.measure
-        if kind == "speed":
-            return measure_speed(name, args.shrink, args.lock, args.sizes)
-        return measure_choices(name, args.shrink, args.lock)
-    deadline = time.monotonic() + 60 * args.minutes
+        return measure(*args.measure, args.shrink, args.sizes, args.until)
+    deadline = time.time() + 60 * args.minutes
     print(describe_machine(), flush=True)
-    print("\n| command | return | steps/s | compile s | training s | seconds in all |")
-    print("|---|---|---|---|---|---|", flush=True)
-    runs = [words for words in RETURNS if re.search(args.only, words)]
-    with ThreadPoolExecutor(3) as pool:
-        for row in pool.map(lambda words: train(words, args.shrink, deadline), runs):
-            print(row, flush=True)
-    jobs = [("speed", name) for name in SPEED]
-    jobs += [("choices", str(index)) for index in range(len(CHOICES))]
-    jobs = [job for job in jobs if re.search(args.only, describe(*job))]
-    with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(PROCESSES) as pool:
-        arguments = args.shrink, lock.name, args.sizes, deadline
-        slowest_first = sorted(jobs, key=lambda job: not re.search(SLOW_TO_COMPILE, describe(*job)))
-        futures = {job: pool.submit(in_a_process, *job, *arguments) for job in slowest_first}
-        print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
-        for kind, name in jobs:
-            if kind == "speed":
-                lines, problem = futures[kind, name].result()
-                work = f"`{SPEED[name][0]}.py`, {name}"
-                for num_envs, steps_per_second, seconds in lines:
-                    cells = f"{num_envs} | {steps_per_second:,.0f} | {seconds:.1f}"
-                    print(f"| {work} | {cells} |", flush=True)
-                if problem:
-                    print(f"| {work} | | {problem} | |", flush=True)
-        print("\n| choice | environments | script | with the alternative | |")
-        print("|---|---|---|---|---|", flush=True)
-        for kind, name in jobs:
-            if kind == "choices":
-                lines, problem = futures[kind, name].result()
-                for choice, num_envs, plain, changed in lines:
-                    cells = f"{num_envs} | {plain:,.0f} | {changed:,.0f} | {changed / plain:.2f} ×"
-                    print(f"| {choice} | {cells} |", flush=True)
-                if problem:
-                    print(f"| {describe(kind, name)} | | {problem} | | |", flush=True)
+    wanted = lambda text: re.search(args.only, text)
+    with ThreadPoolExecutor(5) as pool:
+        rows = {("speed", name): None for name in SPEED if wanted(name)}
+        rows |= {("choices", name): None for name in CHOICES if wanted(name)}
+        rows = {row: pool.submit(Row, *row, args, deadline) for row in rows}
+        runs = [
+            pool.submit(train, words, args.shrink, deadline) for words in RETURNS if wanted(words)
+        ]
+        print("\n| command | return | steps/s | compile s | training s | seconds in all |")
+        print("|---|---|---|---|---|---|", flush=True)
+        for run in runs:
+            print(run.result(), flush=True)
+    print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
+    for kind, name in rows:
+        if kind == "speed":
+            lines, problem = rows[kind, name].result().rates()
+            work = f"`{SPEED[name][0]}.py`, {name}"
+            for num_envs, steps_per_second, seconds in reversed(lines):
+                cells = f"{num_envs} | {steps_per_second:,.0f} | {seconds:.1f}"
+                print(f"| {work} | {cells} |", flush=True)
+            if problem:
+                print(f"| {work} | | {problem} | |", flush=True)
+    print("\n| choice | environments | script | with the alternative | |")
+    print("|---|---|---|---|---|", flush=True)
+    for kind, name in rows:
+        if kind == "choices":
+            lines, problem = rows[kind, name].result().rates()
+            for choice, (num_envs, rate, _) in zip(CHOICES[name][2], lines[1:], strict=False):
+                cells = f"{num_envs} | {lines[0][1]:,.0f} | {rate:,.0f}"
+                print(f"| {choice} | {cells} | {rate / lines[0][1]:.2f} × |", flush=True)
+            if problem:
+                print(f"| {name} | | {problem} | | |", flush=True)
 
 
 if __name__ == "__main__":

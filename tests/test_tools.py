@@ -527,7 +527,7 @@ def test_the_rows_of_the_gpu_tables_exist(monkeypatch):
     import gpu
     import ideas
 
-    for _, _, first, *names in gpu.CHOICES:
+    for _, _, (first, *names) in gpu.CHOICES.values():
         for name in names:  # they are compared with the same program
             assert ideas.IDEAS[name][:2] == ideas.IDEAS[first][:2]
     for script, options, sizes, steps in gpu.SPEED.values():
