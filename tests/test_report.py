@@ -1,5 +1,6 @@
 """docs/results.md is what the CSVs in benchmarks/results say, and its statistics are right."""
 
+import re
 import sys
 
 import numpy as np
@@ -15,6 +16,7 @@ ABLATIONS = learning.all_rows("", learning.ABLATIONS)
 CHANGES = [row for row in ABLATIONS if row.system != row.kind]  # without the unchanged scripts
 ROWS = [*learning.all_rows(""), *ABLATIONS]
 ROWS = [row for row in ROWS if (learning.RESULTS / f"{row.name}.csv").exists()]
+RATES = learning.read_results()[1]
 TASKS = [task for tasks in learning.SECTIONS.values() for task in tasks]
 CSV = """# command: python ppo_ff.py
 # commit: 0123456
@@ -50,6 +52,34 @@ def test_every_curve_is_that_of_the_table(task):
         if row.kind in learning.PEERS:
             assert curve.about["settings"] == row.settings
         assert curve.values.shape[1] == row.seeds
+
+
+README_ROWS = {  # the environment in bold
+    "ppo_ff": "CartPole-v1__ppo_ff",
+    "ppo_drift": "CartPole-v1__ppo_drift-clip",
+    "ppo_continuous": "Pendulum-v1__ppo_continuous",
+    "ppo_obs_norm": "Pendulum-v1__ppo_obs_norm",
+    "ppo_rnn": "MiniGrid-Empty-6x6__ppo_rnn",
+    "ppo_meta": "MiniGrid-MemoryS8-trials__ppo_meta",
+    "ppo_vtrace": "Pendulum-v1-without-velocity__ppo_vtrace",
+    "ippo": "MPE_simple_spread_v3__ippo",
+    "disco": "Catch-8x8__disco",
+}
+
+
+@pytest.mark.parametrize("script", README_ROWS)
+def test_the_readme_shows_the_results(script):
+    (line,) = re.findall(rf"^\| \[`{script}\.py`\].*$", (ROOT / "README.md").read_text(), re.M)
+    *_, shown, steps_per_second, _ = (cell.strip() for cell in line.strip("|").split("|"))
+    assert steps_per_second == learning.short(RATES[README_ROWS[script]].median)
+    if script == "ppo_meta":  # a return per episode of the trial: docs/ppo_meta.md
+        return
+    curve = learning.read_curve(learning.RESULTS / f"{README_ROWS[script]}.csv")
+    final = learning.final_returns(curve)
+    for number, value in zip(shown.split()[::2], (final.mean(), final.std()), strict=False):
+        assert number == f"{value:.{len(number.partition('.')[2])}f}"
+    seeds = re.search(r"(\d+) seeds", shown)
+    assert len(final) == (int(seeds[1]) if seeds else 5)
 
 
 def test_no_file_is_without_its_row():
