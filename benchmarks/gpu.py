@@ -3,11 +3,12 @@
     python benchmarks/gpu.py > gpu.md                 # the tables of docs/results.md#on-a-gpu
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
 
-Three tables: complete runs from the command line; steps/s of every script; what the choices made
-for CPUs cost there (defined in ideas.py). A row of the last two tables is a process that compiles
-its programs, the largest first, and waits. Five command lines or rows are at work at a time, which
-lengthens their seconds. Then the rows are timed, one at a time. After 70 % of `--minutes` a row
-compiles no further program, and after all of them everything is stopped: "no time left".
+Three tables: complete training runs; steps/s of every script; what the choices made for CPUs cost
+on a GPU (the alternatives are defined in ideas.py). Each entry of SPEED and CHOICES is a process
+that compiles all its programs and waits. Up to five of them, or training runs, work at a time, so
+compilation takes longer than alone, and XLA chooses its kernels on a busy GPU. When all have
+compiled, they are timed one by one. After 70 % of `--minutes` no compilation starts, after 85 %
+the remaining ones are stopped, and at the end everything is: "no time left".
 """
 
 import argparse
@@ -25,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ENV = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 
 CARTPOLE = {"num_steps": 32, "num_minibatches": 8}
 BREAKOUT = {"env_id": "Breakout-MinAtar", "num_steps": 32, "num_minibatches": 8}
@@ -91,19 +93,19 @@ RETURNS = [
 
 
 def sizes(name: str, shrink: int, num_sizes: int) -> list:
-    """Number of environments and a function that compiles, per size of a row of SPEED."""
+    """Number of environments and a function that compiles, per size of an entry of SPEED."""
     import speed
 
-    script, options, sizes, steps = SPEED[name]
-    sizes = [max(size // shrink, 16) for size in sizes[: -num_sizes - 1 : -1]]  # largest first
+    script, options, numbers, steps = SPEED[name]
     compile_size = lambda size: speed.compile_ours(
         script, {**options, "num_envs": size}, steps // shrink
     )
-    return [(size, partial(compile_size, size)) for size in sizes]
+    numbers = [max(number // shrink, 16) for number in numbers[-num_sizes:]]
+    return [(number, partial(compile_size, number)) for number in reversed(numbers)]
 
 
 def alternatives(name: str, shrink: int) -> list:
-    """The same for a script and each of its alternatives in a row of CHOICES."""
+    """Number of environments and a function that compiles, for a script, then its alternatives."""
     import ideas
     import speed
 
@@ -116,84 +118,109 @@ def alternatives(name: str, shrink: int) -> list:
         ideas.load(script, changes)
         return speed.compile_ours(script, options, steps // shrink)
 
-    changes = [[], *(ideas.IDEAS[name][2] for name in names)]
+    changes = [[], *(ideas.IDEAS[alternative][2] for alternative in names)]
     return [(size, partial(compile_changed, x)) for x in changes]
 
 
 def measure(kind: str, name: str, shrink: int, num_sizes: int, until: float):
-    """The process of a row. Prints JSON per program: environments, steps/s, compile seconds."""
+    """The process of an entry. Prints JSON per program: environments, steps/s, compile seconds.
+
+    Where something went wrong, a message takes the place of steps/s.
+    """
     import speed
 
-    programs = sizes(name, shrink, num_sizes) if kind == "speed" else alternatives(name, shrink)
-    compiled = []
-    for num_envs, compile_program in programs:
+    out, sys.stdout = sys.stdout, sys.stderr  # `out` for the lines below only
+    programs = []
+    for num_envs, compile_program in (
+        sizes(name, shrink, num_sizes) if kind == "speed" else alternatives(name, shrink)
+    ):
+        program = "no time left"
         if time.time() < until:
-            compiled.append((num_envs, *compile_program()))
-    print("compiled", flush=True)
+            try:
+                program = compile_program()
+            except Exception as error:
+                program = describe_error(error)
+        programs.append((num_envs, program))
+    print("compiled", file=out, flush=True)
     sys.stdin.readline()
-    for num_envs, compile_seconds, steps, call in compiled:
-        seconds = sorted(speed.timed_calls(call, 3))[1]
-        print(json.dumps([num_envs, steps / seconds, compile_seconds]), flush=True)
-    if len(compiled) < len(programs):
-        sys.exit("no time left")
+    for num_envs, program in programs:
+        rate, compile_seconds = program, None
+        if not isinstance(program, str):
+            compile_seconds, steps, call = program
+            try:
+                rate = steps / sorted(speed.timed_calls(call, 3))[1]
+            except Exception as error:
+                rate = describe_error(error)
+        print(json.dumps([num_envs, rate, compile_seconds]), file=out, flush=True)
 
 
-class Row:
-    """The process of a row: compiles when made, and is timed by `rates`."""
+def describe_error(error: Exception) -> str:
+    lines = [*str(error).splitlines(), ""]
+    return f"{type(error).__name__} {lines[0]}".replace("|", "/")
 
-    def __init__(self, kind: str, name: str, args: argparse.Namespace, deadline: float):
-        until = deadline - 0.3 * 60 * args.minutes
+
+class Entry:
+    """The process of an entry: compiles when made, and is timed by `results`."""
+
+    def __init__(self, kind: str, name: str, args: argparse.Namespace, times: tuple):
+        start_until, compile_until, self.deadline = times
         command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
-        command += ["--shrink", str(args.shrink), "--sizes", str(args.sizes), "--until", str(until)]
-        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        pipe = subprocess.PIPE
+        command += ["--shrink", str(args.shrink), "--sizes", str(args.sizes)]
+        command += ["--until", str(start_until)]
         self.process = None
-        if time.time() > until:
-            return
-        self.errors = tempfile.TemporaryFile("w+")
-        self.process = subprocess.Popen(
-            command, env=env, stdin=pipe, stdout=pipe, stderr=self.errors, text=True
-        )
-        stop = threading.Timer(deadline - time.time(), self.process.kill)
-        stop.daemon = True
-        stop.start()
-        self.process.stdout.readline()  # "compiled", or nothing if it failed
+        if time.time() < start_until:
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, env=ENV, stdin=pipe, stdout=pipe, text=True)
+            timer = self.stop_at(compile_until)
+            for line in self.process.stdout:  # ends if the process does
+                if line == "compiled\n":
+                    break
+            timer.cancel()
 
-    def rates(self) -> tuple[list, str]:
-        """A list per program, [environments, steps/s, compile seconds], and what went wrong."""
-        if self.process is None:
-            return [], "no time left"
-        output, _ = self.process.communicate("time\n")
-        lines = [json.loads(line) for line in output.splitlines() if line.startswith("[")]
-        self.errors.seek(0)
-        errors = self.errors.read().strip().splitlines() or ["no time left"]
-        return lines, errors[-1] if self.process.returncode else ""
+    def stop_at(self, moment: float) -> threading.Timer:
+        timer = threading.Timer(max(moment - time.time(), 0), self.process.kill)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def results(self) -> list:
+        """[environments, steps/s, compile seconds] of each program; see `measure`."""
+        lines = []
+        if self.process:
+            timer = self.stop_at(self.deadline)
+            output, _ = self.process.communicate("time\n")
+            timer.cancel()
+            lines = [json.loads(line) for line in output.splitlines()]
+            if self.process.returncode >= 0:
+                return lines or [["", "failed", None]]
+        return [*lines, ["", "no time left", None]]  # killed
 
 
-def train(words: str, shrink: int, deadline: float) -> str:
-    """A row of the table of returns."""
-    left = deadline - time.time()
-    if left < 10:
+def train(words: str, shrink: int, times: tuple) -> str:
+    """A row of the table of training runs."""
+    if shrink > 1:
+        words += " --num-envs 16 --total-timesteps 1e5"
+    start_until, compile_until, _ = times
+    if time.time() > start_until:
         return f"| `{words}` | no time left | | | | |"
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-W", "ignore", *words.split(), "--run-dir", folder]
-        env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        if shrink > 1:
-            command += ["--num-envs", "16", "--total-timesteps", "1e5"]
-        start = time.monotonic()
+        start = time.time()
         try:
             subprocess.run(
                 command,
                 cwd=ROOT,
-                env=env,
+                env=ENV,
                 check=True,
                 capture_output=True,
-                timeout=min(left, 120),
+                timeout=compile_until - start,
             )
-        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            last = (error.stderr or b"").decode().strip().splitlines()[-1:]
-            return f"| `{words}` | {type(error).__name__} {last} | | | | |"
-        total = time.monotonic() - start
+        except subprocess.CalledProcessError as error:
+            print(error.stderr.decode(), file=sys.stderr)
+            return f"| `{words}` | failed | | | | |"
+        except subprocess.TimeoutExpired:
+            return f"| `{words}` | no time left | | | | |"
+        total = time.time() - start
         summary = json.loads(Path(folder, "summary.json").read_text())
     cells = f"{summary['eval_return_mean']:.4g} | {summary['steps_per_second']:,.0f} | "
     cells += f"{summary['compile_seconds']:.1f} | {summary['train_seconds']:.1f} | {total:.1f}"
@@ -223,40 +250,34 @@ def main():
     args = parser.parse_args()
     if args.measure:
         return measure(*args.measure, args.shrink, args.sizes, args.until)
-    deadline = time.time() + 60 * args.minutes
+    start = time.time()
+    times = tuple(start + fraction * 60 * args.minutes for fraction in (0.7, 0.85, 1.0))
     print(describe_machine(), flush=True)
-    wanted = lambda text: re.search(args.only, text)
+    wanted = lambda names: [name for name in names if re.search(args.only, name)]
     with ThreadPoolExecutor(5) as pool:
-        rows = {("speed", name): None for name in SPEED if wanted(name)}
-        rows |= {("choices", name): None for name in CHOICES if wanted(name)}
-        rows = {row: pool.submit(Row, *row, args, deadline) for row in rows}
-        runs = [
-            pool.submit(train, words, args.shrink, deadline) for words in RETURNS if wanted(words)
-        ]
-        print("\n| command | return | steps/s | compile s | training s | seconds in all |")
-        print("|---|---|---|---|---|---|", flush=True)
-        for run in runs:
-            print(run.result(), flush=True)
+        speeds = {name: pool.submit(Entry, "speed", name, args, times) for name in wanted(SPEED)}
+        choices = {
+            name: pool.submit(Entry, "choices", name, args, times) for name in wanted(CHOICES)
+        }
+        runs = [pool.submit(train, words, args.shrink, times) for words in wanted(RETURNS)]
+    print("\n| command | return | steps/s | compile s | training s | seconds in all |")
+    print("|---|---|---|---|---|---|", *(run.result() for run in runs), sep="\n", flush=True)
     print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
-    for kind, name in rows:
-        if kind == "speed":
-            lines, problem = rows[kind, name].result().rates()
+    for name, entry in speeds.items():
+        for num_envs, rate, seconds in reversed(entry.result().results()):
+            if seconds is not None:
+                rate, seconds = f"{rate:,.0f}", f"{seconds:.1f}"
             work = f"`{SPEED[name][0]}.py`, {name}"
-            for num_envs, steps_per_second, seconds in reversed(lines):
-                cells = f"{num_envs} | {steps_per_second:,.0f} | {seconds:.1f}"
-                print(f"| {work} | {cells} |", flush=True)
-            if problem:
-                print(f"| {work} | | {problem} | |", flush=True)
-    print("\n| choice | environments | script | with the alternative | |")
+            print(f"| {work} | {num_envs} | {rate} | {seconds or ''} |", flush=True)
+    print("\n| alternative to a choice | environments | steps/s without it | with it | |")
     print("|---|---|---|---|---|", flush=True)
-    for kind, name in rows:
-        if kind == "choices":
-            lines, problem = rows[kind, name].result().rates()
-            for choice, (num_envs, rate, _) in zip(CHOICES[name][2], lines[1:], strict=False):
-                cells = f"{num_envs} | {lines[0][1]:,.0f} | {rate:,.0f}"
-                print(f"| {choice} | {cells} | {rate / lines[0][1]:.2f} × |", flush=True)
-            if problem:
-                print(f"| {name} | | {problem} | | |", flush=True)
+    for name, entry in choices.items():
+        (_, plain, _), *changed = entry.result().results()
+        for choice, (num_envs, rate, _) in zip(CHOICES[name][2], changed, strict=False):
+            cells = f"{num_envs} | {plain} | {rate} |"
+            if isinstance(plain, float) and isinstance(rate, float):
+                cells = f"{num_envs} | {plain:,.0f} | {rate:,.0f} | {rate / plain:.2f} ×"
+            print(f"| {choice} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":
