@@ -3,6 +3,7 @@
 import gc
 import importlib
 import os
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -108,6 +109,14 @@ def with_devices(count):
 
 def tiny(module, **changes):
     return module.Config(**{**SMALL, **TINY[module.SCRIPT], **changes})
+
+
+def program(module, config):
+    """The jaxpr of `train`."""
+    init, train, *_ = getattr(module.make_train, "original", module.make_train)(config)
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), jax.local_device_count()))
+    state = jax.eval_shape(init, keys)
+    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(train)(state)))
 
 
 @pytest.fixture(scope="module", params=SCRIPTS)

@@ -17,7 +17,7 @@ import flax.serialization
 import jax
 import numpy as np
 import pytest
-from conftest import ROOT, SCRIPTS, for_a_process, load_script, tiny
+from conftest import ROOT, SCRIPTS, for_a_process, load_script, program, tiny
 
 FILES = {"config.json", "metrics.csv", "summary.json", "checkpoint.msgpack"}
 COLUMNS = {"update", "seed", "env_steps", "episode/return", "episode/length", "episode/count"}
@@ -310,14 +310,6 @@ PROGRAM = {  # an option of the compiled program, and a value other than tiny's 
 # Tested one by one: those of the run, and those of the environment.
 OTHERS = {"env_id", "env_params", "seed", "run_dir", "init_from", "track", "distributed"}
 OTHERS |= {"benchmark_id", "ruleset_id", "img_obs"}
-
-
-def program(module, config):
-    """The jaxpr of `train`."""
-    init, train, *_ = getattr(module.make_train, "original", module.make_train)(config)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), jax.local_device_count()))
-    state = jax.eval_shape(init, keys)
-    return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(train)(state)))
 
 
 def test_every_option_is_covered(module):
