@@ -167,9 +167,9 @@ class Entry:
         command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
         command += ["--shrink", str(args.shrink), "--sizes", str(args.sizes)]
         command += ["--until", str(start_until)]
-        self.process = None
+        self.process, self.problem = None, "no time left"
         if time.time() < start_until:
-            pipe = subprocess.PIPE
+            pipe, self.problem = subprocess.PIPE, "failed"
             self.process = subprocess.Popen(command, env=ENV, stdin=pipe, stdout=pipe, text=True)
             timer = self.stop_at(compile_until)
             for line in self.process.stdout:  # ends if the process does
@@ -178,10 +178,14 @@ class Entry:
             timer.cancel()
 
     def stop_at(self, moment: float) -> threading.Timer:
-        timer = threading.Timer(max(moment - time.time(), 0), self.process.kill)
+        timer = threading.Timer(max(moment - time.time(), 0), self.stop)
         timer.daemon = True
         timer.start()
         return timer
+
+    def stop(self):
+        self.problem = "no time left"
+        self.process.kill()
 
     def results(self) -> list:
         """[environments, steps/s, compile seconds] of each program; see `measure`."""
@@ -191,9 +195,9 @@ class Entry:
             output, _ = self.process.communicate("time\n")
             timer.cancel()
             lines = [json.loads(line) for line in output.splitlines()]
-            if self.process.returncode >= 0:
-                return lines or [["", "failed", None]]
-        return [*lines, ["", "no time left", None]]  # killed
+            if self.process.returncode == 0:
+                return lines
+        return [*lines, ["", self.problem, None]]
 
 
 def train(words: str, shrink: int, times: tuple) -> str:
@@ -272,8 +276,10 @@ def main():
     print("\n| alternative to a choice | environments | steps/s without it | with it | |")
     print("|---|---|---|---|---|", flush=True)
     for name, entry in choices.items():
-        (_, plain, _), *changed = entry.result().results()
-        for choice, (num_envs, rate, _) in zip(CHOICES[name][2], changed, strict=False):
+        (_, plain, _), *changed = results = entry.result().results()
+        names = CHOICES[name][2]
+        changed = (changed + [results[-1]] * len(names))[: len(names)]  # one for each
+        for choice, (num_envs, rate, _) in zip(names, changed, strict=True):
             cells = f"{num_envs} | {plain} | {rate} |"
             if isinstance(plain, float) and isinstance(rate, float):
                 cells = f"{num_envs} | {plain:,.0f} | {rate:,.0f} | {rate / plain:.2f} ×"

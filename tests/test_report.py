@@ -72,11 +72,18 @@ def test_the_readme_shows_the_results(script):
     (line,) = re.findall(rf"^\| \[`{script}\.py`\].*$", (ROOT / "README.md").read_text(), re.M)
     *_, shown, steps_per_second, _ = (cell.strip() for cell in line.strip("|").split("|"))
     assert steps_per_second == learning.short(RATES[README_ROWS[script]].median)
-    if script == "ppo_meta":  # a return per episode of the trial: docs/ppo_meta.md
+    if script == "ppo_meta":  # a return per episode of the trial
+        (row,) = (row for row in ROWS if row.name == README_ROWS[script])
+        table = learning.trial_table([row]).splitlines()[-1]
+        first, *later = re.findall(r"([\d.]+) ±", table)[:4]
+        assert set(later) == {later[0]}
+        episodes = f"{float(first):.2f} in episode 1, {later[0]} in episodes 2 to 4"
+        assert shown == f"{episodes} ({row.seeds} seeds)"
         return
     curve = learning.read_curve(learning.RESULTS / f"{README_ROWS[script]}.csv")
     final = learning.final_returns(curve)
-    for number, value in zip(shown.split()[::2], (final.mean(), final.std()), strict=False):
+    mean, _, deviation = shown.split()[:3]
+    for number, value in ((mean, final.mean()), (deviation, final.std())):
         assert number == f"{value:.{len(number.partition('.')[2])}f}"
     seeds = re.search(r"(\d+) seeds", shown)
     assert len(final) == (int(seeds[1]) if seeds else 5)

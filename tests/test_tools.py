@@ -539,6 +539,19 @@ def test_the_rows_of_the_gpu_tables_exist(monkeypatch):
         assert config.num_updates > 0
 
 
+def test_the_gpu_tables_name_what_no_time_was_left_for(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    monkeypatch.setattr(gpu, "describe_machine", str)
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--minutes", "0"])
+    gpu.main()
+    lines = capsys.readouterr().out.splitlines()
+    alternatives = [name for *_, names in gpu.CHOICES.values() for name in names]
+    for name in (*gpu.RETURNS, *gpu.SPEED, *alternatives):
+        assert [line for line in lines if name in line and "no time left" in line], name
+
+
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "brax/hopper"])  # side by side, in turns
 def test_a_peer_trains_each_seed_with_its_key(monkeypatch, env_id):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
