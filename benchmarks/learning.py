@@ -8,12 +8,13 @@
     python benchmarks/learning.py --peers purejaxrl=DIR rejax=DIR    # see peers.md
 
 A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
-names its command, commit and versions. Finished rows are skipped, and interrupted runs continue.
+names its command, commit and versions. Finished rows are skipped, and interrupted runs of
+our scripts continue.
 The learning curves may be measured on a busy machine, ours with all seeds in one program. The
 clock needs an idle one: steps/s of one seed without evaluation and compilation, every system that
 shares a task in turns. Training seconds are environment steps divided by that rate.
 
-The report reads nothing but the CSVs.
+The report reads nothing but benchmarks/results: the CSVs and, for the section on a GPU, gpu.md.
 """
 
 import argparse
@@ -65,15 +66,15 @@ STOIX_MINATAR = (
 )
 
 
-def discrete(env_id: str, threshold: float, *learning_rates: str, more: bool = True) -> Task:
+def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
     ours, peer = f"--env-id {env_id} --num-evals 20", f"ENV_NAME={env_id}"
     tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
-    if more:
-        stoix = f"env=gymnax/{env_id.split('-')[0].lower()} arch.total_timesteps=5e5"
-        systems["stoix 16 envs"] = f"{stoix} arch.total_num_envs=16"
-        systems["cleanrl"] = f"env_id={env_id}"
+    name = "mountain_car" if env_id == "MountainCar-v0" else env_id.split("-")[0].lower()
+    sizes = "arch.total_timesteps=5e5 arch.total_num_envs=16"
+    systems["stoix 16 envs"] = f"env=gymnax/{name} {sizes}"
+    systems["cleanrl"] = f"env_id={env_id}"
     if env_id == "Acrobot-v1":
         systems["cleanrl lr 5e-3"] = f"env_id={env_id} learning_rate=5e-3"
     return Task(env_id, threshold, 10, systems)
@@ -89,8 +90,7 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
     name = "pendulum" if env_id == "Pendulum-v1" else "mountain_car_continuous"
     systems["stoix 16 envs lr 1e-3"] = f"env=gymnax/{name} {STOIX_CONTINUOUS}"
-    if env_id == "Pendulum-v1":
-        systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
+    systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
     return Task(env_id, threshold, seeds, systems)
 
 
@@ -182,7 +182,7 @@ SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
         discrete("Acrobot-v1", -100, "1e-3", "5e-3"),
-        discrete("MountainCar-v0", -130, "1e-3", "5e-3", more=False),
+        discrete("MountainCar-v0", -130, "1e-3", "5e-3"),
     ],
     "Continuous actions": [
         continuous("Pendulum-v1", -200, seeds=32),
@@ -297,8 +297,14 @@ PEER_PACKAGES = {  # named in the CSV besides those of all systems
     "xland": ["xminigrid"],
     "jaxmarl": ["jaxmarl"],
 }
+ENV_PACKAGES = {  # the same, by the beginning of a task's title
+    "MiniGrid": "xminigrid",
+    "Which place pays": "xminigrid",
+    "brax": "brax",
+    "MPE": "jaxmarl",
+}
 # Three seeds:
-SLOW = r"__cleanrl|__xland|__disco-random|^(Pendulum-v1|MountainCarContinuous-v0)__stoix"
+SLOW = r"__xland|__disco-random|^(Pendulum-v1|MountainCarContinuous-v0)__cleanrl"
 
 
 class Row(NamedTuple):
@@ -395,8 +401,10 @@ def learn(kind: str, path: str, words: list[str], seeds: int, out: str):
     np.savez(out, steps=steps, returns=returns)
 
 
-def versions(kind: str) -> str:
-    names = ["jax", "flax", "optax", "gymnax", *PEER_PACKAGES.get(kind, [])]
+def versions(row: Row) -> str:
+    names = ["jax", "flax", "optax", "gymnax", *PEER_PACKAGES.get(row.kind, [])]
+    names += [x for title, x in ENV_PACKAGES.items() if row.task.title.startswith(title)]
+    names = dict.fromkeys(names)
     return ", ".join(f"{name} {version(name)}" for name in names)
 
 
@@ -406,6 +414,15 @@ def commit(row: Row) -> str:
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", script]).returncode
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return head.stdout.strip() + " with changes" * changed
+
+
+def check_peer(kind: str, path: Path):
+    """The CSV names the commit in PEERS, so the checkout must be at it."""
+    git = ["git", "-C", str(path), "rev-parse", "--short=40", "HEAD"]
+    head = subprocess.run(git, capture_output=True, text=True).stdout
+    wanted = re.search(r"[0-9a-f]{7,}", PEERS[kind])[0]
+    if not head.startswith(wanted):
+        sys.exit(f"error: {path} is at {head[:8] or 'no commit'}, not at {wanted} (peers.md)")
 
 
 def change_lines(row: Row) -> list[str]:
@@ -425,9 +442,10 @@ def measure(rows: list[Row], peers: dict[str, Path]):
         about = [
             f"# command: {row.command}",
             f"# commit: {commit(row)}",
-            f"# versions: {versions(row.kind)}",
+            f"# versions: {versions(row)}",
         ]
         if row.kind in PEERS:
+            check_peer(row.kind, peers[row.kind])
             about += [f"# peer: {PEERS[row.kind]}"]
             about += [f"# settings: {row.settings}"]
             about += [f"# returns: {PEER_RETURNS[row.kind]}"]
@@ -568,6 +586,7 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
         f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
         f"{final.mean():.4g} ± {three_digits(final.std())}",
         str(len(final)),
+        short(curve.steps[-1]),
         f"≥ {row.task.threshold:g}: {interval(steps)}",
         interval(steps / rate.median, " s") if rate else "",
         f"{short(rate.median)} [{short(rate.low)}, {short(rate.high)}]" if rate else "",
@@ -622,8 +641,12 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
         axes.set_ylabel("return")
     lines = [line for axes in figure.axes for line in axes.get_lines()]
     handles = {line.get_label(): line for line in lines if line.get_label() in colors}
+    seeds = {
+        row.system: curve.values.shape[1] for curves in panels.values() for row, curve in curves
+    }
+    labels = [f"{x} (3 seeds)" if seeds[x] == 3 < max(seeds.values()) else x for x in systems]
     handles = [handles[system] for system in systems]
-    figure.legend(handles=handles, loc="outside lower center", ncols=2 * width)
+    figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=2 * width)
     figure.savefig(path)
 
 
@@ -631,21 +654,29 @@ INTRODUCTION = """# Results
 
 Written by `python benchmarks/learning.py --report` from the CSVs in
 [benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
-curve. Python 3.11 and no GPU, but for the [last section](#on-a-gpu).
+curve. Python 3.11 and no GPU, but for the [last section](#on-a-gpu), whose tables were copied from
+the output of `benchmarks/gpu.py`.
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
   interval, then mean ± standard deviation, in the last 5% of the steps. Evaluations on full fresh
   episodes; training returns, marked so, of a peer that does not evaluate.
-- **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval. Seconds are
-  steps divided by the steps/s of one seed ([clock.csv](../benchmarks/results/clock.csv)): without
-  evaluation and compilation, on two idle cores of a virtual server, with the systems of an
-  environment taking turns: median of the timed calls [slowest, fastest]. The server's speed varies
-  by a factor of two from day to day: compare steps/s within an environment only. In these columns,
-  an interval that rounds to a single value is omitted.
+- **steps**: the length of training, over which learning rates decay. It differs where a peer is
+  slow: compare returns at equal lengths.
+- **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval, of the first
+  point of the curve at or above it. Curves have a point per evaluation, those of training returns
+  up to 50 (fewer where episodes end together). A seed that is there at the first point may have
+  been earlier. Seconds are steps divided by the steps/s of one seed. In these columns, an interval
+  that rounds to a single value is omitted.
+- **steps/s** ([clock.csv](../benchmarks/results/clock.csv)): measured with
+  `python benchmarks/learning.py --clock`, for peers also `--peers`; without evaluation and
+  compilation, on two idle cores of a virtual server, with the systems of a task taking turns:
+  median of the timed calls [slowest, fastest]. The server's speed varies by a factor of two from
+  day to day: compare steps/s only within an environment of a section.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
-  environment; a learning rate or number of environments that was changed is in the name. CleanRL,
-  XLand-MiniGrid and Stoix with continuous actions are slow on a CPU: three seeds.
+  environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
+  environments that was changed is in the name. XLand-MiniGrid, and CleanRL with continuous actions,
+  are slow on a CPU: three seeds.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
@@ -687,8 +718,8 @@ ABLATION_HEADER = """
 """
 CSVS = "../benchmarks/results"
 HEADER = """
-| environment | system | return (IQM) | mean ± std | seeds | steps to | seconds to | steps/s |
-|---|---|---|---|---|---|---|---|
+| environment | system | return | mean ± std | seeds | steps | steps to | seconds to | steps/s |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
