@@ -108,9 +108,9 @@ def minatar(game: str, threshold: float, seeds: int = 5) -> Task:
 def minigrid(name: str, threshold: float, options: str = "", xland: bool = False) -> Task:
     env_id = f"MiniGrid-{name}"
     systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
-    if name == "Empty-6x6":
-        systems["ppo_rnn 256 envs"] = f"--env-id {env_id} --total-timesteps 1e6 --num-evals 20"
-    if xland:  # with the sizes of ppo_rnn
+    if xland:  # with the sizes and the steps of a second row of ours
+        label = "ppo_rnn 256 envs" if "--num-envs" in options else "ppo_rnn 1M steps"
+        systems[label] = f"--env-id {env_id} --total-timesteps 1e6 --num-evals 20"
         sizes = "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
         systems["xland GRU 64"] = f"env_id={env_id} {sizes} eval_episodes=16"
     if name == "DoorKey-6x6":
@@ -232,7 +232,7 @@ SECTIONS = {
                 "ippo": SPREAD,
                 "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
                 "jaxmarl": "TOTAL_TIMESTEPS=1e6",
-                "jaxmarl LR=3e-3": "TOTAL_TIMESTEPS=1e6 LR=3e-3",
+                "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
             },
         ),
     ],
@@ -303,8 +303,10 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
     "brax": "brax",
     "MPE": "jaxmarl",
 }
-# Three seeds:
-SLOW = r"__xland|__disco-random|^(Pendulum-v1|MountainCarContinuous-v0)__cleanrl"
+SEEDS = {  # of what is slow
+    r"__xland|__disco-random|^(Pendulum-v1|MountainCarContinuous-v0)__cleanrl": 3,
+    r"^Pendulum-v1__stoix": 10,
+}
 
 
 class Row(NamedTuple):
@@ -325,7 +327,8 @@ class Row(NamedTuple):
 
     @property
     def seeds(self) -> int:
-        return 3 if re.search(SLOW, self.name) else self.task.seeds
+        fewer = [count for name, count in SEEDS.items() if re.search(name, self.name)]
+        return fewer[0] if fewer else self.task.seeds
 
     @property
     def settings(self) -> str:
@@ -641,10 +644,8 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
         axes.set_ylabel("return")
     lines = [line for axes in figure.axes for line in axes.get_lines()]
     handles = {line.get_label(): line for line in lines if line.get_label() in colors}
-    seeds = {
-        row.system: curve.values.shape[1] for curves in panels.values() for row, curve in curves
-    }
-    labels = [f"{x} (3 seeds)" if seeds[x] == 3 < max(seeds.values()) else x for x in systems]
+    fewer = {row.system: row.seeds for row in rows if row.seeds < row.task.seeds}
+    labels = [f"{x} ({fewer[x]} seeds)" if x in fewer else x for x in systems]
     handles = [handles[system] for system in systems]
     figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=2 * width)
     figure.savefig(path)
@@ -676,7 +677,7 @@ the output of `benchmarks/gpu.py`.
   Peers run with their published settings for the environment, else with those of their default
   environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
   environments that was changed is in the name. XLand-MiniGrid, and CleanRL with continuous actions,
-  are slow on a CPU: three seeds.
+  are slow on a CPU: three seeds (and ten of Stoix, not 32, on Pendulum-v1).
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
