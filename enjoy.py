@@ -151,7 +151,9 @@ def make_viewer(config) -> Viewer:
         return trial_viewer(viewer, config) if hasattr(config, "trial_episodes") else viewer
     if config.env_id in gymnax.registered_envs or config.env_id.startswith("Catch-"):
         return gymnax_viewer(config)
-    return many_agents_viewer(config)
+    if hasattr(config, "share_parameters"):  # ippo.py
+        return many_agents_viewer(config)
+    raise RunError(f"no video of {config.env_id}: it has no Viewer here, leave out --video")
 
 
 def gymnax_viewer(config) -> Viewer:
@@ -212,11 +214,11 @@ def brax_viewer(config) -> Viewer:
 
     def draw(state):
         try:
-            return image.render_array(env.sys, state[0].pipeline_state, *SIZE[::-1])
+            return image.render_array(env.sys, state.pipeline_state, *SIZE[::-1])
         except Exception as error:
             raise RunError(f"MuJoCo cannot draw here, use --video out.html: {error!r}") from None
 
-    advance = lambda key, state, action: (env.step(state[0], action), state[1] + 1)
+    advance = lambda key, state, action: env.step(state, action)
     return Viewer(draw, advance, fps=round(1 / env.dt))
 
 
@@ -450,7 +452,7 @@ def write_html(path: Path, config, states: list) -> None:
     from brax.io import html
 
     env = brax.envs.get_environment(config.env_id.removeprefix("brax/"))
-    states = [state[0].pipeline_state for state in states]
+    states = [state.pipeline_state for state in states]
     path.write_text(html.render(env.sys.tree_replace({"opt.timestep": env.dt}), states))
 
 

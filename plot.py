@@ -7,6 +7,7 @@ Evaluations play full episodes. The training return of an update averages the ep
 in it, at first only the short ones, and is biased by that.
 
 Runs of one script on one environment with the same options share a line: their seeds are pooled.
+Of runs with the same `--seed`, whose agents are the same, the one with the most is drawn.
 The line is the interquartile mean over seeds (of fewer than four: the mean), the band its 95 %
 percentile bootstrap interval, as in rliable (Agarwal et al. 2021, arXiv 2108.13264). Environments
 are resampled and drawn separately.
@@ -155,6 +156,16 @@ def bootstrap(values: np.ndarray, resamples: int = 2000) -> np.ndarray:
     return np.quantile(means, [0.025, 0.975], axis=1)
 
 
+def without_repeats(runs: list[Run]) -> list[Run]:
+    """Of runs with the same `seed`, whose agents are the same, the one with the most agents."""
+    kept = {}
+    for run in sorted(runs, key=lambda run: run.curve.values.shape[1]):
+        kept[run.options["seed"]] = run
+    if len(kept) < len(runs):
+        print(f"runs left out, as their seed repeats: {len(runs) - len(kept)}", file=sys.stderr)
+    return list(kept.values())
+
+
 def group(runs: list[Run]) -> dict[str, dict[str, tuple[Curve, Curve | None]]]:
     """{env_id: {label: (curve, training)}}; a label names the options that differ."""
     lines = {}
@@ -163,6 +174,7 @@ def group(runs: list[Run]) -> dict[str, dict[str, tuple[Curve, Curve | None]]]:
         lines.setdefault(json.dumps(options, sort_keys=True), []).append(run)
     panels = {}
     for text, pooled in lines.items():
+        pooled = without_repeats(pooled)
         options = json.loads(text)
         siblings = [
             other
@@ -256,6 +268,13 @@ def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
     parser.add_argument("--metric", default="eval/return", help="column of metrics.csv")
     options = parser.parse_args(words)
     is_single = len(options.run_dirs) == 1
+    if not is_single:  # `runs/*` may hold other things
+        found = [x for x in options.run_dirs if (x / "metrics.csv").exists() or not x.exists()]
+        for path in set(options.run_dirs) - set(found):
+            print(f"{path} left out: it has no metrics.csv", file=sys.stderr)
+        if not found:
+            raise RunError("none of these is a run")
+        options.run_dirs = found
     out = options.out
     if out is None:
         out = options.run_dirs[0] / "learning_curve.png" if is_single else Path("compare.png")
@@ -274,8 +293,9 @@ def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
         for label, curve in lines.items():
             low, high = bootstrap(curve.values[-1:])[:, 0]
             at = f"after {curve.steps[-1]:,.0f} steps and {curve.seconds[-1]:.1f} s"
+            seeds = curve.values.shape[1]
             value = f"{iqm(curve.values[-1]):.4g} [{low:.4g}, {high:.4g}]"
-            print(f"{env_id}: {label}: {value} {at}, {curve.values.shape[1]} seeds")
+            print(f"{env_id}: {label}: {value} {at}, {seeds} seed{'s' * (seeds > 1)}")
     print(f"{out} written")
     return panels
 

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from conftest import load_script
 
+import enjoy
+
 ENV_ID = "inverted_pendulum"  # terminates when the pole falls
 NUM_STEPS = 24
 
@@ -54,3 +56,21 @@ def test_episodes_are_those_of_the_unwrapped_environment(script, time_limit, pus
     ends = truncated if time_limit < NUM_STEPS else terminated
     assert ends.sum() >= 2
     assert not (terminated if time_limit < NUM_STEPS else truncated).any()
+
+
+@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_vtrace"])
+def test_a_video_holds_every_state(script, tmp_path):
+    module = load_script(script)
+    config = module.Config(env_id=f"brax/{ENV_ID}")
+    reset, step, *_ = module.make_env(config)
+    key = jax.random.key(0)
+    env_state, steps = reset(key)[1], []
+    for _ in range(2):
+        steps.append(enjoy.Step(key, env_state, jnp.ones(1), np.float32(1)))
+        _, env_state, _, terminated, _, final_obs = jax.jit(step)(key, env_state, jnp.ones(1))
+    video = tmp_path / "out.html"
+    assert enjoy.write_video(video, config, [steps]) == 3
+    assert "<html" in video.read_text()
+    last = enjoy.states_of(steps, enjoy.make_viewer(config))[-1]
+    assert terminated  # so that `env_state` is already that of the next episode
+    np.testing.assert_allclose(last.obs, final_obs, atol=1e-5)

@@ -31,7 +31,8 @@ STEPS = 10  # between two updates of the made-up runs
 def write_run(path, returns, speeds=(1, 1, 1, 1), training=None, **options):
     """A run of four updates, each evaluated: returns and training [4, S], speeds [4]."""
     path.mkdir()
-    config = {"script": "ppo_ff", "env_id": "CartPole-v1", "lr": 0.1, "seed": 0}
+    seed = len(list(path.parent.iterdir()))  # of its own
+    config = {"script": "ppo_ff", "env_id": "CartPole-v1", "lr": 0.1, "seed": seed}
     (path / "config.json").write_text(json.dumps(config | options))
     training = np.full_like(returns, 7.0) if training is None else np.array(training)
     with open(path / "metrics.csv", "w", newline="") as file:
@@ -151,10 +152,22 @@ def test_gaps_are_interpolated_seed_by_seed(tmp_path):
 def test_a_longer_run_is_cut_to_the_shortest(tmp_path):
     a, b = made_up(2), made_up(3)
     b[2:] = np.nan  # stopped after two updates
-    runs = [write_run(tmp_path / "a", a), write_run(tmp_path / "b", b, seed=1)]
+    runs = [write_run(tmp_path / "a", a), write_run(tmp_path / "b", b)]
     curve = one_curve(tmp_path, *runs)
     np.testing.assert_allclose(curve.steps, [10, 20])
     np.testing.assert_allclose(curve.values, np.hstack([a, b])[:2])
+
+
+def test_agents_that_are_the_same_count_once(tmp_path, capsys):
+    few = write_run(tmp_path / "few", made_up(5)[:, :3], seed=7)
+    many = write_run(tmp_path / "many", made_up(5), seed=7)
+    other = write_run(tmp_path / "other", made_up(4))
+    (tmp_path / "notes.txt").touch()
+    curve = one_curve(tmp_path, few, many, other, str(tmp_path / "notes.txt"))
+    values = np.hstack([made_up(5), made_up(4)])
+    np.testing.assert_allclose(np.sort(curve.values[-1]), np.sort(values[-1]))
+    out, err = capsys.readouterr()
+    assert "9 seeds" in out and "seed repeats: 1" in err and "notes.txt left out" in err
 
 
 def test_what_is_no_run_cannot_be_plotted(tmp_path):
@@ -166,7 +179,11 @@ def test_what_is_no_run_cannot_be_plotted(tmp_path):
     (tmp_path / "text").mkdir()
     shutil.copy(tmp_path / "good" / "config.json", tmp_path / "text")
     (tmp_path / "text" / "metrics.csv").write_text("update,seed\nnothing")
-    names = [tmp_path / "none", tmp_path / "empty", bad, silent, tmp_path / "text"]
+    with pytest.raises(plot.RunError, match="empty"):
+        plot.main([str(tmp_path / "empty")])
+    with pytest.raises(plot.RunError, match="none of these"):
+        plot.main([str(tmp_path / "empty")] * 2)
+    names = [tmp_path / "none", bad, silent, tmp_path / "text"]
     for path in map(str, names):
         with pytest.raises(plot.RunError, match=path):
             plot.main([good, path, "--out", str(tmp_path / "out.png")])
@@ -275,8 +292,8 @@ def test_a_recording_holds_a_whole_episode(runs):
         assert [int(state.time) for state in (*before, final)] == list(range(len(steps) + 1))
 
 
-def make_viewer(env_id):
-    return enjoy.make_viewer(types.SimpleNamespace(env_id=env_id, env_params=""))
+def make_viewer(env_id, **options):
+    return enjoy.make_viewer(types.SimpleNamespace(env_id=env_id, env_params="", **options))
 
 
 def count_frames(video):
@@ -432,7 +449,7 @@ def test_a_picture_of_many_agents_moves_with_its_state(env_id):
     """`advance` returns the state in which the script's step ends."""
     import ippo
 
-    draw, advance, fps, _ = make_viewer(env_id)
+    draw, advance, fps, _ = make_viewer(env_id, share_parameters=True)
     reset, step, _, continuous = ippo.make_env(ippo.Config(env_id=env_id))
     obs, env_state = reset(jax.random.PRNGKey(0))
     before, step, advance = draw(env_state), jax.jit(step), jax.jit(advance)
@@ -450,7 +467,9 @@ def test_a_picture_of_many_agents_moves_with_its_state(env_id):
 
 def test_an_environment_without_a_picture():
     with pytest.raises(enjoy.RunError, match="did you mean|pip install|no video"):
-        make_viewer("switch_riddle")
+        make_viewer("switch_riddle", share_parameters=True)
+    with pytest.raises(enjoy.RunError, match="no video of corridor"):
+        make_viewer("corridor")
 
 
 def test_the_planes_have_a_color_each():
