@@ -40,7 +40,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Works around an XLA:CPU deadlock with vmapped loops.
+# Avoids an XLA:CPU deadlock with vmapped loops.
 os.environ.setdefault("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
@@ -804,7 +804,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start)(jax.random.split(runner_key, num_envs))
-        # Environments differ between devices; the network must not.
+        # Environments differ by device; the network must not.
         params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
         _, rollout = jax.eval_shape(act, params, runner)  # [N, L]
         empty = lambda x: jnp.zeros((replay_size, *x.shape[1:]), x.dtype)
@@ -835,17 +835,17 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically, in process 0."""
+    """Write atomically in process 0."""
     if jax.process_index() == 0:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        tmp = path.with_suffix(".tmp")
+        tmp.write_bytes(content)
+        tmp.replace(path)
 
 
 def open_run(config: Config) -> tuple[Path, dict]:
     """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
-    run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
+    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval  # must not change
@@ -873,10 +873,10 @@ def restore(state, config: Config, run_dir: Path):
         elif config.init_from and jax.process_index() == 0:
             path = Path(config.init_from, path.name)
             best = flax.serialization.from_bytes(state, path.read_bytes()).best
-            copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
+            copy = lambda x, new: np.broadcast_to(x[0, 0].reshape(new.shape[2:]), new.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+        raise ConfigError(f"{path} is unusable: {error}") from None
     state = broadcast_one_to_all(state)  # needs no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 

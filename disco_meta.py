@@ -31,6 +31,7 @@ Catch 5x5 in 816k steps: return 0.99, 0.50 and 0.85 (means of three agents; a ra
 import dataclasses
 import io
 import json
+import os
 import sys
 import time
 from functools import partial
@@ -370,8 +371,8 @@ def make_train(config: Config) -> tuple:
 # ------------------------------------------- main
 def open_run(config: Config) -> tuple[Path, dict]:
     """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
-    run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
+    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval  # must not change

@@ -26,7 +26,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Works around an XLA:CPU deadlock with vmapped loops.
+# Avoids an XLA:CPU deadlock with vmapped loops.
 os.environ.setdefault("XLA_FLAGS", "")
 os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 
@@ -507,7 +507,7 @@ def make_train(config: Config) -> tuple:
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
         runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # Environments differ between devices; the network must not.
+        # Environments differ by device; the network must not.
         params_key = jax.lax.all_gather(params_key, "devices")[0]
         params = network.init(params_key, runner.obs, runner.hidden[0], runner.done)  # N acts as T
         return TrainState(key, params, optimizer(0).init(params), runner, best=params)
@@ -522,7 +522,7 @@ def make_train(config: Config) -> tuple:
 
     def init(key):
         keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
-        # One seed at a time: XLA:CPU can deadlock in a batched QR decomposition.
+        # One seed at a time: batched QR can deadlock on XLA:CPU.
         return jax.lax.map(init_seed, keys)
 
     train_seeds = jax.vmap(train_seed, out_axes=(0, 1))
@@ -532,17 +532,17 @@ def make_train(config: Config) -> tuple:
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically, in process 0."""
+    """Write atomically in process 0."""
     if jax.process_index() == 0:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(content)
-        temporary.replace(path)
+        tmp = path.with_suffix(".tmp")
+        tmp.write_bytes(content)
+        tmp.replace(path)
 
 
 def open_run(config: Config) -> tuple[Path, dict]:
     """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S".replace("/", "-")
-    run_dir = Path(config.run_dir or time.strftime(f"runs/{name}"))
+    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
+    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
     path = run_dir / "config.json"
     about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
     about["updates_per_eval"] = config.updates_per_eval  # must not change
@@ -570,10 +570,10 @@ def restore(state, config: Config, run_dir: Path):
         elif config.init_from and jax.process_index() == 0:
             path = Path(config.init_from, path.name)
             best = flax.serialization.from_bytes(state, path.read_bytes()).best
-            copy = lambda x, like: np.broadcast_to(x[:1, :1], like.shape)
+            copy = lambda x, new: np.broadcast_to(x[0, 0].reshape(new.shape[2:]), new.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
-        raise ConfigError(f"{path} is missing or unusable: {error}") from None
+        raise ConfigError(f"{path} is unusable: {error}") from None
     state = broadcast_one_to_all(state)  # needs no shared folder
     return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
 

@@ -242,7 +242,7 @@ def test_a_run_without_a_folder_gets_a_name_of_its_own(module, base, monkeypatch
     assert code == 0, err
     (path,) = tmp_path.glob("runs/*")
     env_id = base.config.env_id.replace("/", "-")
-    assert re.fullmatch(rf"{module.SCRIPT}__{re.escape(env_id)}__seed0__\d+-\d+", path.name)
+    assert re.fullmatch(rf"{module.SCRIPT}__{re.escape(env_id)}__seed0__\d+-\d+-\d+", path.name)
     assert learned(path) == learned(base.path)  # and the same command gives the same numbers
 
 
@@ -631,6 +631,15 @@ def test_init_from_another_network(module, base, tmp_path):
     words = flags(tiny(module, hidden_size=5, init_from=str(base.path)))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "run")
     assert code == 2 and str(base.path / "checkpoint.msgpack") in err and "unusable" in err
+
+
+def test_init_from_does_not_stretch_parameters(tmp_path):
+    module = load_script("ppo_ff")  # the function is the same in all scripts
+    narrow = tmp_path / "narrow"
+    module.main(tiny(module, hidden_size=1, run_dir=str(narrow)))
+    words = flags(tiny(module, hidden_size=5, init_from=str(narrow)))
+    code, _, err = run(module, *words, "--run-dir", tmp_path / "run")
+    assert code == 2 and str(narrow / "checkpoint.msgpack") in err and "reshape" in err
 
 
 def test_init_from_a_folder_without_a_run(module, base, tmp_path):

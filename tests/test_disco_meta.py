@@ -328,7 +328,7 @@ def test_a_killed_run_continues_to_the_same_bytes_and_can_be_extended(tmp_path, 
     assert code == 0 and len(read_rows(path)) == 6, err
     (path / "checkpoint.msgpack").write_bytes(b"cut")
     code, _, err = run(disco_meta, "--run-dir", path)
-    assert code == 2 and "checkpoint.msgpack is missing or unusable" in err
+    assert code == 2 and "checkpoint.msgpack is unusable" in err
 
 
 def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
