@@ -71,10 +71,10 @@ def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
     tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
-    name = "mountain_car" if env_id == "MountainCar-v0" else env_id.split("-")[0].lower()
-    sizes = "arch.total_timesteps=5e5 arch.total_num_envs=16"
-    systems["stoix 16 envs"] = f"env=gymnax/{name} {sizes}"
-    systems["cleanrl"] = f"env_id={env_id}"
+    if env_id != "MountainCar-v0":
+        stoix = f"env=gymnax/{env_id.split('-')[0].lower()} arch.total_timesteps=5e5"
+        systems["stoix 16 envs"] = f"{stoix} arch.total_num_envs=16"
+        systems["cleanrl"] = f"env_id={env_id}"
     if env_id == "Acrobot-v1":
         systems["cleanrl lr 5e-3"] = f"env_id={env_id} learning_rate=5e-3"
     return Task(env_id, threshold, 10, systems)
@@ -672,8 +672,9 @@ the output of `benchmarks/gpu.py`.
 - **steps/s** ([clock.csv](../benchmarks/results/clock.csv)): measured with
   `python benchmarks/learning.py --clock`, for peers also `--peers`; without evaluation and
   compilation, on two idle cores of a virtual server, with the systems of a task taking turns:
-  median of the timed calls [slowest, fastest]. The server's speed varies by a factor of two from
-  day to day: compare steps/s only within an environment of a section.
+  median of the timed calls [slowest, fastest]; Stoix and CleanRL on Acrobot-v1 were timed later
+  the same day than the others. The server's speed varies by a factor of two from day to day:
+  compare steps/s only within an environment of a section. Empty: not timed.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
