@@ -5,8 +5,11 @@ configuration, the environment steps per call and the number of timed calls, and
 to compile, the steps of a call and the seconds of each call. PEER_curve takes the folder, settings
 that replace the peer's own and the number of seeds, and returns a learning curve. PEER_clock takes
 the folder and such settings as words, and returns what the function with the name of the peer does.
+
+    python benchmarks/peers.py stoix Stoix 3 env=gymnax/acrobot system.actor_lr=1e-3    # tuning
 """
 
+import argparse
 import contextlib
 import importlib
 import io
@@ -19,6 +22,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 from speed import timed_calls
+
+FIRST_SEED = 0
 
 
 class FiveValues:
@@ -473,7 +478,7 @@ def cleanrl_curve(path, options, seeds):
     """Environment steps [U] and mean training returns [U, S]; NaN if no episode ended."""
     run = cleanrl_script(path)
     curves = []
-    for seed in range(1, seeds + 1):  # its default is 1
+    for seed in range(FIRST_SEED + 1, FIRST_SEED + 1 + seeds):  # its default is 1
         updates, episodes = [], []
 
         def write(name, value, step, updates=updates, episodes=episodes):
@@ -664,8 +669,25 @@ def xland_meta(path, script, options, steps_per_call, calls):
     return seconds, steps, timed_calls(lambda: jax.block_until_ready(program(*args)), calls)
 
 
-if __name__ == "__main__":  # how well JaxMARL's baseline plays: DIR [LR=1e-3 ...]
-    folder, *words = sys.argv[1:]
-    steps, returns = jaxmarl_curve(folder, {"TOTAL_TIMESTEPS": 1_000_000, **parse(words)}, 3)
-    final = returns[steps > 0.95 * steps[-1]].mean(axis=0)  # of each seed
-    print(f"last 5 % of updates: {final.mean():.1f} ± {final.std():.1f} {final}")
+def main():
+    """Tuning: prints the final return of each seed, on keys that the results do not use."""
+    parser = argparse.ArgumentParser(description="Final training returns or evaluations of a peer.")
+    names = [name.removesuffix("_curve") for name in globals() if name.endswith("_curve")]
+    parser.add_argument("peer", choices=names)
+    parser.add_argument("folder", help="its checkout")
+    parser.add_argument("seeds", type=int, help="number of seeds, from 100 on (cleanrl: from 101)")
+    parser.add_argument(
+        "options", nargs="*", metavar="NAME=VALUE", help="as in its learning curves"
+    )
+    args = parser.parse_args()
+    global FIRST_SEED
+    FIRST_SEED, key = 100, jax.random.PRNGKey
+    jax.random.PRNGKey = lambda seed: key(seed + FIRST_SEED)
+    curve = globals()[f"{args.peer}_curve"]
+    steps, returns = curve(args.folder, parse(args.options), args.seeds)
+    final = np.nanmean(returns[steps > 0.95 * steps[-1]], axis=0)
+    print(*args.options, f"{final.mean():.4g} ± {final.std():.3g}", np.round(final, 3))
+
+
+if __name__ == "__main__":
+    main()

@@ -522,7 +522,9 @@ def test_what_cannot_be_replayed(runs, tmp_path):
 
 
 # ------------------------------------- benchmarks
-@pytest.mark.parametrize("name", ["disco_figures", "gpu", "ideas", "learning", "speed", "storm"])
+@pytest.mark.parametrize(
+    "name", ["disco_figures", "gpu", "ideas", "learning", "peers", "speed", "storm"]
+)
 def test_a_benchmark_explains_itself(name):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
     result = subprocess.run(command, capture_output=True, text=True)
