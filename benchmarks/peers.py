@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import importlib
 import io
+import os
 import runpy
 import sys
 import time
@@ -680,6 +681,8 @@ def main():
         "options", nargs="*", metavar="NAME=VALUE", help="as in its learning curves"
     )
     args = parser.parse_args()
+    # As in learning.py.
+    os.environ["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
     global FIRST_SEED
     FIRST_SEED, key = 100, jax.random.PRNGKey
     jax.random.PRNGKey = lambda seed: key(seed + FIRST_SEED)
