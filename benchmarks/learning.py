@@ -305,7 +305,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
     "MPE": "jaxmarl",
 }
 SEEDS = {  # of what is slow
-    r"__xland|__disco-random|^Pendulum-v1__cleanrl": 3,
+    r"__xland|__disco-random|^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__stoix": 3,
     r"^Pendulum-v1__stoix": 10,
 }
 
@@ -678,8 +678,9 @@ the output of `benchmarks/gpu.py`.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
-  environments that was changed is in the name. XLand-MiniGrid, and CleanRL on
-  Pendulum-v1, are slow on a CPU: three seeds (and ten of Stoix, not 32, on Pendulum-v1).
+  environments that was changed is in the name. XLand-MiniGrid, CleanRL
+  on Pendulum-v1 and Stoix on MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on
+  Pendulum-v1: ten instead of 32.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
