@@ -18,7 +18,8 @@ import runpy
 import sys
 import time
 import types
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -580,6 +581,39 @@ def xland_module(path, name="train_single_task"):
     return module
 
 
+def faster_on_cpu(linen):
+    """flax.linen with a Conv and an Embed that are products of matrices.
+
+    They have the parameters of flax's, and its results up to rounding.
+    """
+    jnp = jax.numpy
+
+    class Conv(linen.Module):
+        """A VALID 2 x 2 convolution."""
+
+        features: int
+        kernel_size: tuple
+        padding: str
+        kernel_init: Callable
+        dtype: Any
+        param_dtype: Any
+
+        @linen.compact
+        def __call__(self, x):
+            shape = (2, 2, x.shape[-1], self.features)
+            kernel = self.param("kernel", self.kernel_init, shape)
+            bias = self.param("bias", linen.initializers.zeros, (self.features,))
+            rows, columns = x.shape[-3] - 1, x.shape[-2] - 1
+            parts = [x[..., i : rows + i, j : columns + j, :] for i in (0, 1) for j in (0, 1)]
+            return jnp.concatenate(parts, -1) @ kernel.reshape(-1, self.features) + bias
+
+    class Embed(linen.Embed):
+        def __call__(self, x):
+            return jax.nn.one_hot(x, self.num_embeddings) @ self.embedding
+
+    return types.SimpleNamespace(**{**vars(linen), "Conv": Conv, "Embed": Embed})
+
+
 def xland_program(module, config):
     """Returns the seconds to compile, and a call that trains and waits for its result."""
     from flax.jax_utils import replicate
@@ -598,8 +632,10 @@ def xland_program(module, config):
 def xland_curve(path, options, seeds):
     """Environment steps [U] and mean returns of its evaluations after every update [U, S]."""
     module = xland_module(path)
+    network = sys.modules["nn"]
+    network.nn = faster_on_cpu(network.nn)
     returns = []
-    for seed in range(seeds):
+    for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         config = module.TrainConfig(**options, seed=seed)
         _, call = xland_program(module, config)
         returns.append(np.asarray(call()["loss_info"]["eval/returns"][0]))  # [U] of one device

@@ -12,6 +12,7 @@ import sys
 import types
 from functools import partial
 
+import flax.linen
 import flax.serialization
 import imageio.v3
 import jax
@@ -604,6 +605,32 @@ def test_a_peers_brax_environment_resets_in_the_step(monkeypatch):
         obs, state, reward, done, _ = env.step(key, state, 10.0)
         seen.append((float(obs), float(state["count"]), float(reward), bool(done)))
     assert seen == [(1, 1, 10, False), (0, 0, 11, True), (1, 1, 10, False)]
+
+
+def test_a_peers_layers_that_are_faster_on_a_cpu_are_those_of_flax(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import peers
+
+    tiles = jax.random.randint(jax.random.key(0), (3, 5, 6), 0, 13)
+
+    def parameters_and_gradient(linen):
+        class Network(flax.linen.Module):
+            @flax.linen.compact
+            def __call__(self, tiles):
+                x = linen.Embed(13, 16)(tiles)
+                options = {"kernel_init": flax.linen.initializers.orthogonal(2), "dtype": None}
+                options |= {"padding": "VALID", "param_dtype": jax.numpy.float32}
+                return linen.Conv(8, (2, 2), **options)(x)
+
+        network = Network()
+        params = network.init(jax.random.key(1), tiles)
+        return params, jax.grad(lambda params: (network.apply(params, tiles) ** 3).sum())(params)
+
+    params, gradient = parameters_and_gradient(flax.linen)
+    same, close = parameters_and_gradient(peers.faster_on_cpu(flax.linen))
+    jax.tree.map(np.testing.assert_array_equal, params, same)
+    near = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-3)
+    jax.tree.map(near, gradient, close)
 
 
 def test_a_timed_call_makes_that_many_steps(monkeypatch):
