@@ -404,7 +404,7 @@ def main(config: Config) -> dict:
     path.unlink(missing_ok=True)  # stale
     bar = tqdm.tqdm(calls, str(run_dir))
     train = train.lower(state).compile()
-    compile_seconds = time.perf_counter() - start
+    about["compile_seconds"] = time.perf_counter() - start
     train_seconds = 0.0
     call_steps = config.updates_per_eval * config.batch_size * config.num_agents
     for first in bar:
@@ -428,9 +428,8 @@ def main(config: Config) -> dict:
         "eval_return_mean": float(returns.mean()),
         "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "steps_per_second": len(calls) * call_steps / max(train_seconds, 1e-9),
+        "steps_per_second": len(calls) * call_steps / (train_seconds or 1),
     }
     write(path, json.dumps(summary, indent=2).encode())
     print(f"return {returns.mean():.4g} ± {returns.std():.3g}; weights: {run_dir}/weights.npz")
@@ -438,12 +437,13 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2."""
+    """Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
-        if config.run_dir and path.exists():
-            stored = {k: v for k, v in json.loads(path.read_text()).items() if k in vars(config)}
+        stored = json.loads(path.read_text()) if config.run_dir and path.exists() else {}
+        if stored.get("script") == SCRIPT:
+            stored = {k: stored[k] for k in vars(config) if k in stored}
             config = tyro.cli(Config, default=Config(**stored))
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

@@ -472,7 +472,7 @@ def restore(state, config: Config, run_dir: Path):
             state = flax.serialization.from_bytes(state, path.read_bytes())
         elif config.init_from and jax.process_index() == 0:
             path = Path(config.init_from, path.name)
-            best = flax.serialization.from_bytes(state, path.read_bytes()).best
+            best = flax.serialization.from_bytes({"best": state.best}, path.read_bytes())["best"]
             copy = lambda x, new: np.broadcast_to(x[0, 0].reshape(new.shape[2:]), new.shape)
             state = state._replace(params=jax.tree.map(copy, best, state.params))
     except Exception as error:
@@ -498,7 +498,7 @@ def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
 
 
 def main(config: Config) -> dict:
-    """Train, or continue the run in `run_dir`. Returns its summary."""
+    """Train, or continue `run_dir`. Returns its summary."""
     if config.distributed:
         clear_backends()  # imports started JAX
         jax.distributed.initialize()
@@ -517,7 +517,7 @@ def main(config: Config) -> dict:
     bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
     if jax.process_count() == 1:  # else the first call compiles
         train = train.lower(state).compile()
-    compile_seconds = time.perf_counter() - start
+    about["compile_seconds"] = time.perf_counter() - start
     train_seconds = 0.0
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
     run = None
@@ -535,7 +535,7 @@ def main(config: Config) -> dict:
         write_rows(run_dir / "metrics.csv", config, metrics, first, run)
         finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
         if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce learning rate")
+            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
         saved = process_allgather(state, tiled=True)
         write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
         bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
@@ -547,9 +547,8 @@ def main(config: Config) -> dict:
         "eval_return_per_seed": returns.tolist(),
         "best_eval_return_mean": float(saved.best_return.mean()),
         "absolute_return_mean": float(saved.absolute_return.mean()),
-        "compile_seconds": compile_seconds,
         "train_seconds": train_seconds,
-        "steps_per_second": len(calls) * call_steps / max(train_seconds, 1e-9),
+        "steps_per_second": len(calls) * call_steps / (train_seconds or 1),
     }
     write(path, json.dumps(summary, indent=2).encode())
     if run:
@@ -561,12 +560,13 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """The command line. Bad input exits with code 2."""
+    """Bad input exits with code 2."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
-        if config.run_dir and path.exists():
-            stored = {k: v for k, v in json.loads(path.read_text()).items() if k in vars(config)}
+        stored = json.loads(path.read_text()) if config.run_dir and path.exists() else {}
+        if stored.get("script") == SCRIPT:
+            stored = {k: stored[k] for k in vars(config) if k in stored}
             config = tyro.cli(Config, default=Config(**stored))
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

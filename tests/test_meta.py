@@ -147,6 +147,7 @@ def test_a_trial_of_so_many_steps(places):
         ({"trial_steps": 0}, "trial_steps = 0"),
         ({"benchmark_id": "nothing"}, "XLand-MiniGrid"),
         ({"benchmark_id": "nothing", "env_id": "XLand-MiniGrid-R1-9x9"}, "Unknown benchmark"),
+        ({"env_id": "XLand-MiniGrid-R1-9x9"}, "Unknown benchmark"),
     ],
     ids=str,
 )

@@ -144,7 +144,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_last_checkpoint(poisoned, kept,
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "make_env", make_poisoned_env)
         code, _, _ = run(module, *flags(config), "--run-dir", path)
-    assert code == f"error: NaN or inf at update {poisoned}: reduce learning rate"
+    assert code == f"error: NaN or inf at update {poisoned}: reduce lr"
     assert not (path / "summary.json").exists()
     rows = [int(row["update"]) for row in read_rows(path) if row["loss/total"]]
     assert max(rows, default=0) == poisoned - 1

@@ -78,6 +78,7 @@ def test_without_a_ruleset_every_reset_samples_a_task(benchmark):
         ({"ruleset_id": 3}, "must be < 3"),
         ({"benchmark_id": "trivial"}, "benchmark_id.*trivial-21k"),
         ({"benchmark_id": "", "ruleset_id": 0}, "benchmark_id.*trivial-21k"),
+        ({"benchmark_id": ""}, "benchmark_id.*trivial-21k"),
         ({"env_id": "MiniGrid-Empty-5x5"}, "XLand-MiniGrid"),
         ({"env_params": '{"max_step": 9}'}, "max_step.*known:.*max_steps"),
     ],
@@ -110,9 +111,9 @@ def test_memory_tasks_are_trained_in_four_epochs():
     assert "None: 1, or 4 in MiniGrid-Memory*" in Path(ppo_rnn.__file__).read_text()
 
 
-def test_env_params_replace_those_of_the_environment():
+def test_env_params_replace_those_of_the_environment(benchmark):
     params = '{"max_steps": 1, "view_size": 7}'
-    reset, step, _ = ppo_rnn.make_env(xland(benchmark_id="", env_params=params))
+    reset, step, _ = ppo_rnn.make_env(xland(env_params=params))
     obs, env_state = jax.jit(reset)(jax.random.key(0))
     *_, truncated, _ = jax.jit(step)(jax.random.key(1), env_state, 5)
     assert obs.grid.shape == (7, 7, 2) and truncated
