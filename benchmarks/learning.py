@@ -26,6 +26,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -60,6 +61,10 @@ PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVA
 STOIX_CONTINUOUS = (
     "arch.total_timesteps=5e5 arch.total_num_envs=16 system.actor_lr=1e-3 system.critic_lr=1e-3"
 )
+XLAND = (
+    "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
+    " eval_episodes=16"
+)
 STOIX_MINATAR = (
     "arch.total_timesteps=1e6 arch.total_num_envs=16 arch.num_eval_episodes=32"
     " system.actor_lr=1e-3 system.critic_lr=1e-3"
@@ -71,10 +76,10 @@ def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
     tuned = {f"purejaxrl LR={lr}": f"{peer} LR={lr}" for lr in learning_rates}
     systems = {"ppo_ff": ours, "ppo_obs_norm": ours, "purejaxrl": peer, **tuned}
     systems["rejax"] = f"{peer} TOTAL_TIMESTEPS=5e5"
-    if env_id != "MountainCar-v0":
-        stoix = f"env=gymnax/{env_id.split('-')[0].lower()} arch.total_timesteps=5e5"
-        systems["stoix 16 envs"] = f"{stoix} arch.total_num_envs=16"
-        systems["cleanrl"] = f"env_id={env_id}"
+    name = {"MountainCar-v0": "mountain_car"}.get(env_id, env_id.split("-")[0].lower())
+    stoix = f"env=gymnax/{name} arch.total_timesteps=5e5 arch.total_num_envs=16"
+    systems["stoix 16 envs"] = stoix
+    systems["cleanrl"] = f"env_id={env_id}"
     if env_id == "Acrobot-v1":
         systems["cleanrl lr 5e-3"] = f"env_id={env_id} learning_rate=5e-3"
     return Task(env_id, threshold, 10, systems)
@@ -106,22 +111,22 @@ def minatar(game: str, threshold: float, seeds: int = 5) -> Task:
     return Task(env_id, threshold, seeds, systems)
 
 
-def minigrid(name: str, threshold: float, options: str = "", xland: bool = False) -> Task:
+def minigrid(name: str, threshold: float, options: str = "") -> Task:
     env_id = f"MiniGrid-{name}"
-    systems = {"ppo_rnn": f"--env-id {env_id} {options}".strip()}
-    if xland:  # with the sizes and the steps of a second row of ours
-        label = "ppo_rnn 256 envs" if "--num-envs" in options else "ppo_rnn 1M steps"
-        systems[label] = f"--env-id {env_id} --total-timesteps 1e6 --num-evals 20"
-        sizes = "rnn_hidden_dim=64 head_hidden_dim=64 num_envs=256 num_steps=64 num_minibatches=8"
-        systems["xland GRU 64"] = f"env_id={env_id} {sizes} eval_episodes=16"
+    ours, peer = f"--env-id {env_id}", f"env_id={env_id} {XLAND}"
+    systems = {"ppo_rnn": f"{ours} {options}".strip()}
+    if name == "MemoryS8":  # no peer: its convolutions leave nothing of a 3 x 3 view
+        systems["ppo_rnn no memory"] = f"{ours} {options} --no-memory"
+        return Task(env_id, threshold, 5, systems)
     if name == "DoorKey-6x6":
-        systems["ppo_rnn min advantage std 1e-8"] = f"{systems['ppo_rnn']} --min-advantage-std 1e-8"
-    return Task(env_id, threshold, 5, systems)
-
-
-def memory(env_id: str, threshold: float) -> Task:
-    options = f"--env-id {env_id} --total-timesteps 1e7"
-    systems = {"ppo_rnn": options, "ppo_rnn no memory": f"{options} --no-memory"}
+        systems["ppo_rnn min advantage std 1e-8"] = f"{ours} --min-advantage-std 1e-8"
+    # As many environments and steps as the peer.
+    label = "ppo_rnn 256 envs" if "--num-envs" in options else "ppo_rnn 1M steps"
+    systems[label] = f"{ours} --total-timesteps 1e6 --num-evals 20"
+    if name in ("Empty-6x6", "DoorKey-5x5"):
+        systems["xland GRU 64"] = peer
+    if name != "Empty-6x6":
+        systems["xland GRU 64 lr 3e-3"] = f"{peer} lr=3e-3"
     return Task(env_id, threshold, 5, systems)
 
 
@@ -205,14 +210,14 @@ SECTIONS = {
         drifts("Breakout-MinAtar", 20, MINATAR),
     ],
     "MiniGrid": [
-        minigrid("Empty-6x6", 0.94, "--num-envs 8192", xland=True),
+        minigrid("Empty-6x6", 0.94, "--num-envs 8192"),
         minigrid("EmptyRandom-8x8", 0.94),
-        minigrid("DoorKey-5x5", 0.94, xland=True),
+        minigrid("DoorKey-5x5", 0.94),
         minigrid("DoorKey-6x6", 0.94),
         minigrid("Unlock", 0.94),
         minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
         minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
-        memory("MiniGrid-MemoryS8", 0.9),
+        minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
     ],
     "V-trace": [
         hidden_velocity("Pendulum-v1", -250),
@@ -275,6 +280,7 @@ ABLATIONS = [
     ablate("Freeway-MinAtar", "ppo_ff", ablations.ENTROPY),
     ablate("Pendulum-v1", "ppo_obs_norm", ablations.PPO | ablations.NORMALIZATION),
     ablate("MiniGrid-DoorKey-5x5", "ppo_rnn", ablations.MEMORY),
+    ablate("MiniGrid-MemoryS8", "ppo_rnn", ablations.MEMORY),
 ]
 PEERS = {
     "purejaxrl": "PureJaxRL 31756b1, `ppo.py`, `ppo_continuous_action.py` (training returns)",
@@ -305,7 +311,8 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
     "MPE": "jaxmarl",
 }
 SEEDS = {  # of what is slow
-    r"__xland|__disco-random|^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__stoix": 3,
+    r"__xland-GRU-64$|__disco-random": 3,
+    r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__stoix": 3,
     r"^Pendulum-v1__stoix": 10,
 }
 
@@ -598,6 +605,16 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def choose_colors(systems: Iterable[str]) -> dict[str, str]:
+    """A color for each system; scripts and peers in several figures keep theirs."""
+    kinds = ("ppo_obs_norm", "purejaxrl", "rejax", "stoix", "cleanrl")
+    own = dict(zip(kinds, COLORS[1:], strict=False))
+    kinds = [system.split()[0] for system in systems]
+    colors = {kind: own[kind] for kind in kinds if kind in own}  # of the first with that name
+    free = [color for color in COLORS if color not in colors.values()]
+    return {x: colors.pop(x.split()[0], None) or free.pop(0) for x in systems}
+
+
 @matplotlib.rc_context(STYLE)
 def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     """A panel per environment against steps, and below it, where measured, against seconds.
@@ -606,7 +623,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
     """
     rows = [row for curves in panels.values() for row, _ in curves]
     systems = dict.fromkeys(row.system for row in rows)
-    colors = dict(zip(systems, COLORS, strict=False))  # the same in all panels
+    colors = choose_colors(systems)
     timed = any(row.name in rates for row in rows)
     width = min(4, len(panels))
     blocks = -(-len(panels) // width)
@@ -678,8 +695,8 @@ the output of `benchmarks/gpu.py`.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
-  environments that was changed is in the name. XLand-MiniGrid, CleanRL
-  on Pendulum-v1 and Stoix on MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on
+  environments that was changed is in the name. XLand-MiniGrid with 1e-3 (GRU 64), CleanRL on
+  Pendulum-v1 and Stoix on MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on
   Pendulum-v1: ten instead of 32.
 
 Peers: {peers}.
