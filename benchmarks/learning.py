@@ -79,7 +79,8 @@ def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
     name = {"MountainCar-v0": "mountain_car"}.get(env_id, env_id.split("-")[0].lower())
     stoix = f"env=gymnax/{name} arch.total_timesteps=5e5 arch.total_num_envs=16"
     systems["stoix 16 envs"] = stoix
-    systems["cleanrl"] = f"env_id={env_id}"
+    if env_id != "MountainCar-v0":
+        systems["cleanrl"] = f"env_id={env_id}"
     if env_id == "Acrobot-v1":
         systems["cleanrl lr 5e-3"] = f"env_id={env_id} learning_rate=5e-3"
     return Task(env_id, threshold, 10, systems)
@@ -662,8 +663,11 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
         axes.set_ylabel("return")
     lines = [line for axes in figure.axes for line in axes.get_lines()]
     handles = {line.get_label(): line for line in lines if line.get_label() in colors}
-    fewer = {row.system: row.seeds for row in rows if row.seeds < row.task.seeds}
-    labels = [f"{x} ({fewer[x]} seeds)" if x in fewer else x for x in systems]
+    labels = []
+    for system in systems:
+        fewer = {x.seeds for x in rows if x.system == system and x.seeds < x.task.seeds}
+        counts = " or ".join(map(str, sorted(fewer)))
+        labels.append(f"{system} ({counts} seeds)" if fewer else system)
     handles = [handles[system] for system in systems]
     figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=2 * width)
     figure.savefig(path)
