@@ -613,6 +613,8 @@ def choose_colors(systems: Iterable[str]) -> dict[str, str]:
     kinds = [system.split()[0] for system in systems]
     colors = {kind: own[kind] for kind in kinds if kind in own}  # of the first with that name
     free = [color for color in COLORS if color not in colors.values()]
+    if colors:
+        free.sort(key=lambda color: color in own.values())  # those of absent systems last
     return {x: colors.pop(x.split()[0], None) or free.pop(0) for x in systems}
 
 
