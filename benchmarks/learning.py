@@ -79,8 +79,7 @@ def discrete(env_id: str, threshold: float, *learning_rates: str) -> Task:
     name = {"MountainCar-v0": "mountain_car"}.get(env_id, env_id.split("-")[0].lower())
     stoix = f"env=gymnax/{name} arch.total_timesteps=5e5 arch.total_num_envs=16"
     systems["stoix 16 envs"] = stoix
-    if env_id != "MountainCar-v0":
-        systems["cleanrl"] = f"env_id={env_id}"
+    systems["cleanrl"] = f"env_id={env_id}"
     if env_id == "Acrobot-v1":
         systems["cleanrl lr 5e-3"] = f"env_id={env_id} learning_rate=5e-3"
     return Task(env_id, threshold, 10, systems)
@@ -312,7 +311,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
     "MPE": "jaxmarl",
 }
 SEEDS = {  # of what is slow
-    r"__xland-GRU-64$|__disco-random": 3,
+    r"__disco-random": 3,
     r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__stoix": 3,
     r"^Pendulum-v1__stoix": 10,
 }
@@ -695,15 +694,13 @@ the output of `benchmarks/gpu.py`.
 - **steps/s** ([clock.csv](../benchmarks/results/clock.csv)): measured with
   `python benchmarks/learning.py --clock`, for peers also `--peers`; without evaluation and
   compilation, on two idle cores of a virtual server, with the systems of a task taking turns:
-  median of the timed calls [slowest, fastest]; Stoix and CleanRL on Acrobot-v1 were timed later
-  the same day than the others. The server's speed varies by a factor of two from day to day:
-  compare steps/s only within an environment of a section. Empty: not timed.
+  median of the timed calls [slowest, fastest]. The server's speed varies by a factor of two from
+  day to day: compare steps/s only within an environment of a section.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
-  environments that was changed is in the name. XLand-MiniGrid with 1e-3 (GRU 64), CleanRL on
-  Pendulum-v1 and Stoix on MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on
-  Pendulum-v1: ten instead of 32.
+  environments that was changed is in the name. CleanRL on Pendulum-v1 and Stoix on
+  MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on Pendulum-v1: ten instead of 32.
 
 Peers: {peers}.
 Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
