@@ -95,8 +95,7 @@ def continuous(env_id: str, threshold: float, seeds: int = 10) -> Task:
     systems["rejax"] = f"ENV_NAME={env_id} TOTAL_TIMESTEPS=5e5"
     name = "pendulum" if env_id == "Pendulum-v1" else "mountain_car_continuous"
     systems["stoix 16 envs lr 1e-3"] = f"env=gymnax/{name} {STOIX_CONTINUOUS}"
-    if env_id == "Pendulum-v1":
-        systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
+    systems["cleanrl"] = f"env_id={env_id} total_timesteps=5e5"
     return Task(env_id, threshold, seeds, systems)
 
 
@@ -312,7 +311,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
 }
 SEEDS = {  # of what is slow
     r"__disco-random": 3,
-    r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__stoix": 3,
+    r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__(cleanrl|stoix)": 3,
     r"^Pendulum-v1__stoix": 10,
 }
 
@@ -699,7 +698,7 @@ the output of `benchmarks/gpu.py`.
 - Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
   Peers run with their published settings for the environment, else with those of their default
   environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
-  environments that was changed is in the name. CleanRL on Pendulum-v1 and Stoix on
+  environments that was changed is in the name. CleanRL on the continuous tasks and Stoix on
   MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on Pendulum-v1: ten instead of 32.
 
 Peers: {peers}.
