@@ -89,6 +89,10 @@ RETURNS = [
     "ppo_obs_norm.py --num-envs 1024 --num-steps 32 --total-timesteps 1e7",
     "ppo_rnn.py --num-envs 8192 --total-timesteps 1e7",
     "ippo.py --env-id rings --num-envs 256 --total-timesteps 2e6",
+    "ppo_drift.py --drift dpo --num-envs 1024 --num-steps 32 --total-timesteps 4e6",
+    "ppo_vtrace.py --hide-velocity",
+    "ppo_meta.py",
+    "disco.py --rule actor_critic",
 ]
 
 
