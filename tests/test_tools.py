@@ -555,6 +555,9 @@ def test_the_rows_of_the_gpu_tables_exist(monkeypatch):
     for script, options, sizes, steps in gpu.SPEED.values():
         config = load_script(script).Config(**options, num_envs=sizes[-1])
         assert sizes[-1] <= config.batch_size <= steps
+    scripts = {path.name for path in ROOT.glob("*.py")} - {"enjoy.py", "plot.py"}
+    assert {f"{script}.py" for script, *_ in gpu.SPEED.values()} == scripts
+    assert {words.split()[0] for words in gpu.RETURNS} == scripts - {"disco_meta.py"}
     for words in gpu.RETURNS:
         script, *options = words.split()
         config = tyro.cli(load_script(script[:-3]).Config, args=options)
