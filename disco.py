@@ -1,48 +1,66 @@
 """Reinforcement learning with Disco103, an update rule that was itself discovered by learning.
 
-Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x. In place of a hand-written policy loss, a
-frozen meta-network emits targets for the policy and for two predictions, y and z, whose meaning it
-has learned too; q predicts returns. One update:
+Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x. A frozen meta-network takes the place of a
+hand-written policy loss: it emits targets for the policy and for two predictions, y and z, whose
+meaning it has learned, too; q predicts returns. One update:
 
-    act          N environments play L steps; the replay keeps the last C trajectories
-    replay       draw a batch of B trajectories
-    targets      returns = Retrace(q of the target network)
-                 policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
-    divergences  KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
-                 + 0.2 cross_entropy(returns, q), reduced by one Adam step
+    rollout      N environments play L steps; the replay keeps the last C trajectories
+    batch        draw B trajectories from the replay
+    values       returns = Retrace(q of the target network)
+    rule         policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
+    loss         KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
+                 + 0.2 cross_entropy(returns, q), reduced by one step of Adam
 
-Values and targets match the original's to 1e-9 in float64 (tests/test_disco.py). As there, a time
-limit counts as a termination, and the first step after a reset has no loss. Deviation: num_envs,
-replay_size and replay_batch are totals over devices. `--rule` offers two baselines.
-
-Shapes: L steps, T = L - 1 with a successor, A actions, D devices, S seeds; N, B, C are per device.
+As in the original code, a time limit counts as a termination, and the first step after a reset has
+no loss. `--rule` offers two baselines.
+Axes: L steps, T = L - 1 with a successor, A actions, D devices, S seeds; N, B, C per device.
 
     python disco.py
-
-Seeds 0-2 reach a training return of 0.9 after 28k to 36k steps and end at 1.00; chance: -0.75.
 """
 
 # /// script
 # dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro", "wandb"]
 # ///
 
+import csv
 import dataclasses
 import difflib
+import fcntl
 import hashlib
 import io
 import json
+import math
 import os
 import re
+import shlex
+import signal
 import sys
+import threading
 import time
 import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Avoids an XLA:CPU deadlock with vmapped loops.
-os.environ.setdefault("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# Works around an XLA:CPU deadlock with vmapped loops (jax 0.10).
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+FILE = globals().get("__file__", "")  # empty in a notebook
+SCRIPT = Path(FILE or "disco").stem  # names the runs, and a renamed copy is another script
+COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
+
+
+def stop_on_interrupt():
+    """Ctrl-C ends the process at once, even during an import or inside a compiled program."""
+    signal.sigwait([signal.SIGINT])
+    print("\ninterrupted; to continue:", shlex.join(COMMAND), file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if __name__ == "__main__" and FILE:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # here and in all later threads
+    threading.Thread(target=stop_on_interrupt, daemon=True).start()
 
 import distrax
 import flax
@@ -56,18 +74,12 @@ import tqdm
 import tyro
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.extend.backend import clear_backends
-
-SCRIPT = "disco"
-MAX_VALUE, NUM_BINS = 300, 601  # squashed returns from -300 to 300, a bin for each integer
-URL = "https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/"
-URL += "weights/disco_103.npz"
-SHA256 = "dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa"
-pmean = partial(jax.lax.pmean, axis_name="devices")
+from scipy import stats
 
 
 # ----------------------------------------- config
-class ConfigError(Exception):
-    """Invalid input."""
+class ConfigError(ValueError):
+    """Invalid options. The command line reports them without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,99 +88,87 @@ class Config:
 
     # Environment
     env_id: str = "Catch-8x8"  # Catch-<rows>x<columns> or a gymnax environment
-    env_params: str = ""  # JSON object of environment parameters
-    total_timesteps: float = 58e3  # environment steps per seed (at most)
+    env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 2  # parallel environments per seed, over all devices
-    num_steps: int = 29  # rollout length
     # Algorithm
+    total_timesteps: float = 58e3  # environment steps per seed, approximately
+    num_steps: int = 29  # rollout length
     rule: Literal["disco", "actor_critic", "policy_gradient"] = "disco"  # Disco103 or a baseline
-    weights: str = ""  # npz file of the meta-network, or random; empty: Disco103, downloaded once
+    weights: str = "disco103"  # the meta-network: disco103 (downloaded once), random or an npz file
     replay_size: int = 1024  # trajectories in the replay, over all devices
     replay_batch: int = 64  # trajectories per update, over all devices
     hidden_size: int = 512  # width of the first layer
     feature_size: int = 512  # width of the second layer, which all outputs read
     model_size: int = 128  # width of the LSTM that models the effect of an action
     branch_size: int = 128  # width of the layers between LSTM and outputs
-    lr: float | None = None  # Adam learning rate; None: 1e-2 (baselines: 5e-4, 1e-3)
+    lr: float = 1e-2  # Adam learning rate
     max_update: float = 1.0  # clip entries of Adam's step to this, before lr
     gamma: float = 0.997  # discount factor
     trace_lambda: float = 0.95  # trace decay of Retrace and of actor_critic's V-trace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages
     target_decay: float = 0.9  # decay of the target network
-    ent_coef: float | None = None  # entropy bonus coefficient; None: 0 (baselines: 0.2, 0.01)
-    vf_coef: float | None = None  # value loss coefficient; None: 0.2 (baselines: 0.5, 0)
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # seeds trained in parallel
+    num_seeds: int = 1  # agents trained in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation
-    eval_greedy: bool = False  # act greedily during evaluation
-    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder to start from: the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
-    def __post_init__(self):
-        fractions = ("gamma", "trace_lambda", "ema_decay", "target_decay")
-        for name, value in vars(self).items():
-            low = 0 if name in ("seed", "ent_coef", "vf_coef", *fractions) else 1e-12
-            high = 0.9999 if name == "ema_decay" else 1 if name in fractions else 1e18
-            if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
-
     @property
     def batch_size(self) -> int:
-        """Environment steps per update, over all devices."""
+        """Environment steps per update and seed, over all devices."""
         return self.num_envs * self.num_steps
 
     @property
     def updates_per_eval(self) -> int:
-        return int(self.total_timesteps) // (self.batch_size * self.num_evals)
+        return max(1, round(self.total_timesteps / self.batch_size / self.num_evals))
 
     @property
     def num_updates(self) -> int:
         return self.updates_per_eval * self.num_evals
 
 
-def resolve(config: Config) -> Config:
-    """Fill in the rule's settings, mostly those of the original code."""
-    defaults = {
-        "disco": {"lr": 1e-2, "ent_coef": 0.0, "vf_coef": 0.2},
-        "actor_critic": {"lr": 5e-4, "ent_coef": 0.2, "vf_coef": 0.5},
-        "policy_gradient": {"lr": 1e-3, "ent_coef": 0.01, "vf_coef": 0.0},
-    }
-    given = {name: value for name, value in vars(config).items() if value is not None}
-    return Config(**defaults[config.rule] | given)
-
-
 # ------------------------------------ environment
-def make_env(config: Config) -> tuple:
-    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
+def make_env(config: Config):
+    """Replace this to bring your own environment. Returns reset, step, num_actions.
 
-    Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
-    terminated, truncated, next_obs) and the number of actions. `step` resets after an episode:
-    `obs` then starts the next one, but `next_obs` is the true final observation.
+    reset(key) -> obs, env_state
+    step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
+
+    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
+    `step` resets the environment: `obs` is then the first observation of the next episode, and
+    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
     """
-    known = ["Catch-8x8", *gymnax.registered_envs]
+    names = ["Catch-8x8", *gymnax.registered_envs]
     catch = re.fullmatch(r"Catch-([2-9]|[1-9]\d+)x([2-9]|[1-9]\d+)", config.env_id)
-    if not catch and config.env_id not in known:
-        nearest = difflib.get_close_matches(config.env_id, known, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
+    if not catch and config.env_id not in names:
+        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
     sizes = {"rows": int(catch[1]), "columns": int(catch[2])} if catch else {}
-    env, params = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
+    env, default = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
     try:
-        params = params.replace(**json.loads(config.env_params or "{}"))
+        params = default.replace(**json.loads(config.env_params))
+        for name, value in vars(default).items():
+            if type(getattr(params, name)) is not type(value):
+                raise TypeError(f"{name} must be a {type(value).__name__}")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
-    space = env.observation_space(params)
-    num_actions = getattr(env.action_space(params), "n", None)
-    if num_actions is None:
+        raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
+    obs_space, action_space = env.observation_space(params), env.action_space(params)
+    if not hasattr(action_space, "n"):
         raise ConfigError(f"{config.env_id} has continuous actions: use ppo_continuous.py")
+    is_image = len(obs_space.shape) == 3
 
     def encode(obs):
-        if not space.shape:
-            return jax.nn.one_hot(obs, space.n)
-        return obs.astype(bool) if config.env_id.endswith("MinAtar") else obs  # saves memory
+        if is_image:
+            return obs.ravel().astype(bool)  # gymnax images are binary
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        return obs.astype(jnp.float32)
 
     def reset(key):
         obs, env_state = env.reset(key, params)
@@ -180,10 +180,14 @@ def make_env(config: Config) -> tuple:
         next_obs = encode(info["final_observation"])
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
-    return reset, step, num_actions
+    return reset, step, action_space.n
 
 
 # ---------------------------------------- network
+NUM_BINS = 601  # of a categorical return: squashed returns from -300 to 300, a bin per integer
+MAX_VALUE = 300
+
+
 class AgentOutput(NamedTuple):
     """All are logits. The baselines fill only `logits`, or `logits` and `value`."""
 
@@ -203,7 +207,7 @@ def dense(features: int, name: str, stddev: float | None = None) -> nn.Dense:
 
 
 def lstm_cell(linear, x, hidden, cell):
-    """[..., I], [..., H], [..., H] -> (hidden, cell). The forget gate gets an extra bias of one."""
+    """[..., I], [..., H], [..., H] -> hidden, cell. The forget gate gets an extra bias of one."""
     gates = linear(jnp.concatenate([x, hidden], axis=-1))  # [..., 4 H]
     write, candidate, forget, output = jnp.split(gates, 4, axis=-1)
     cell = nn.sigmoid(forget + 1) * cell + nn.sigmoid(write) * nn.tanh(candidate)
@@ -218,9 +222,9 @@ class Agent(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
-        """One observation [...] -> AgentOutput. With an action: z, aux_pi and q for it alone."""
+        """obs [..., F] -> AgentOutput. With action [...]: z, aux_pi and q of that action alone."""
         config = self.config
-        x = nn.relu(dense(config.hidden_size, "torso_0")(obs.ravel().astype(float)))
+        x = nn.relu(dense(config.hidden_size, "torso_0")(obs))
         x = dense(config.feature_size, "torso_1")(x)
         logits = dense(self.num_actions, "logits", 1e-2)(x)
         if config.rule == "policy_gradient":
@@ -228,11 +232,13 @@ class Agent(nn.Module):
         if config.rule == "actor_critic":
             return AgentOutput(logits, value=dense(NUM_BINS, "value", 1e-2)(x))
         y = dense(600, "y", 1e-2)(x)
-        cell = dense(config.model_size, "cell")(x)  # [H]
-        actions = jnp.eye(self.num_actions)  # one-hot, [A, A]
-        actions = actions if action is None else actions[action]
-        hidden = jnp.broadcast_to(nn.tanh(cell), (*actions.shape[:-1], config.model_size))  # [A, H]
-        hidden, _ = lstm_cell(dense(4 * config.model_size, "gates"), actions, hidden, cell)
+        cell = dense(config.model_size, "cell")(x)  # [..., H]
+        if action is None:  # each action
+            cell = jnp.repeat(cell[..., None, :], self.num_actions, axis=-2)  # [..., A, H]
+            action = jnp.broadcast_to(jnp.arange(self.num_actions), cell.shape[:-1])
+        action = nn.one_hot(action, self.num_actions, dtype=cell.dtype)
+        gates = dense(4 * config.model_size, "gates")
+        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)
         heads = {}
         for name, size in ("z", 600), ("aux_pi", self.num_actions), ("q", NUM_BINS):
             x = nn.relu(dense(config.branch_size, f"{name}_0")(hidden))
@@ -241,6 +247,11 @@ class Agent(nn.Module):
 
 
 # ----------------------------------- meta-network
+URL = "https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/"
+URL += "weights/disco_103.npz"
+SHA256 = "dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa"
+
+
 class Linear(NamedTuple):
     w: jax.Array  # [I, O]
     b: jax.Array  # [O]
@@ -310,32 +321,34 @@ def random_weights(seed: int) -> MetaNetwork:
     return jax.tree.map(init, MetaNetwork())
 
 
-def load_weights(source: str) -> MetaNetwork:
-    """The meta-network: an npz file, `random` or, if empty, Disco103. Raises ConfigError."""
+def load_weights(source: str, seed: int = 0) -> MetaNetwork:
+    """The meta-network: `disco103`, `random` or an npz file. Raises ConfigError."""
     if source == "random":
-        return random_weights(0)
+        return random_weights(seed)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    path = Path(source or cache / "disco_rl" / "disco_103.npz")
-    download = not source and not path.exists()
+    path = cache / "disco_rl" / "disco_103.npz" if source == "disco103" else Path(source)
+    download = source == "disco103" and not path.exists()
 
     def load(layer):
         w, b = arrays[f"{layer.name}/w"], arrays[f"{layer.name}/b"]
         if w.shape != layer.shape or b.shape != layer.shape[-1:]:
             raise ValueError(f"{layer.name} must have shape {layer.shape}")
-        return Linear(w.reshape(w.shape[-2:]), b)
+        return Linear(np.float32(w.reshape(w.shape[-2:])), np.float32(b))
 
     try:
         content = urllib.request.urlopen(URL, timeout=30).read() if download else path.read_bytes()
-        if not source and hashlib.sha256(content).hexdigest() != SHA256:
+        if source == "disco103" and hashlib.sha256(content).hexdigest() != SHA256:
             raise ValueError("its sha256 is not that of Disco103")
-        arrays = dict(np.load(io.BytesIO(content)))
+        arrays = dict(np.load(io.BytesIO(content), allow_pickle=False))
         meta_net = jax.tree.map(load, MetaNetwork())
     except Exception as error:
-        advice = "" if source else f": try\ncurl --create-dirs -o {path} {URL}"
+        advice = f": try curl --create-dirs -o {path} {URL}" if source == "disco103" else ""
         raise ConfigError(f"cannot read {URL if download else path} ({error}){advice}") from None
     if download:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, content)
+        temporary = path.with_suffix(f".{os.getpid()}")  # others may download at the same time
+        temporary.write_bytes(content)
+        temporary.replace(path)
     return meta_net
 
 
@@ -347,69 +360,52 @@ class Transition(NamedTuple):
     action: jax.Array
     logits: jax.Array  # [A] of the behavior policy
     reward: jax.Array
-    done: jax.Array  # the step ended the episode
+    done: jax.Array  # the step ended an episode
     reset: jax.Array  # the previous step ended an episode
-    episode: jax.Array  # [2] return and length so far
+    episode_return: jax.Array  # up to and including this step
+    episode_length: jax.Array
 
 
 class RunnerState(NamedTuple):
-    """Rollout carry of one environment."""
+    """What one environment carries from step to step."""
 
-    key: jax.Array  # [2] raw, so a checkpoint can hold it
+    key: jax.Array
     obs: jax.Array
     env_state: Any
-    done: jax.Array = np.bool(False)  # of the previous step
-    episode: jax.Array = np.zeros(2, np.float32)  # of the previous step
+    done: jax.Array  # the previous step ended an episode
+    episode_return: jax.Array
+    episode_length: jax.Array
 
 
-class Moments(NamedTuple):
-    """Moving averages over updates and devices."""
-
-    raw: jax.Array = np.zeros(2)  # of x and of x ** 2
-    decay_product: jax.Array = np.ones(())  # weight of the initial zeros
-
-    def update(self, x, decay) -> "Moments":
-        new = pmean(jnp.stack([x.mean(), (x**2).mean()]))
-        return Moments(decay * self.raw + (1 - decay) * new, decay * self.decay_product)
-
-    def mean_and_std(self):
-        mean, square = self.raw / (1 - self.decay_product)
-        return mean, jnp.sqrt(jnp.maximum(square - mean**2, 0) + 1e-12) + 1e-6
+def start_episode(env_reset, key) -> RunnerState:
+    key, reset_key = jax.random.split(key)
+    obs, env_state = env_reset(reset_key)
+    return RunnerState(key, obs, env_state, jnp.bool(False), jnp.float32(0), jnp.float32(0))
 
 
-class MetaState(NamedTuple):
-    """Memory of the update rule over the agent's lifetime."""
-
-    advantage: Moments = Moments()
-    hidden: jax.Array = np.zeros(128)  # of the lifetime LSTM
-    cell: jax.Array = np.zeros(128)
-
-
-class TrainState(NamedTuple):
-    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
-
-    key: jax.Array  # [2]
-    params: Any
-    target_params: Any  # moving average
-    opt_state: Any
-    replay: Transition  # [C, L] ring buffer
-    runner: RunnerState  # [N]
-    best: Any  # parameters that scored best_return
-    meta: MetaState = MetaState()
-    update: jax.Array = np.int32(0)
-    eval_return: jax.Array = np.float32(np.nan)
-    best_return: jax.Array = np.float32(-np.inf)
-    absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
+def act(network: Agent, env_step, params, runner: RunnerState, greedy=False):
+    """One step of one environment. Returns RunnerState, Transition."""
+    key, action_key, step_key = jax.random.split(runner.key, 3)
+    logits = network.apply(params, runner.obs).logits
+    policy = distrax.Categorical(logits, dtype=jnp.int32)
+    action = policy.mode() if greedy else policy.sample(seed=action_key)
+    outcome = env_step(step_key, runner.env_state, action)
+    obs, env_state, reward, terminated, truncated, _ = outcome
+    transition = Transition(
+        obs=runner.obs,
+        action=action,
+        logits=logits,
+        reward=reward,
+        done=terminated | truncated,
+        reset=runner.done,
+        episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
+        episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
+    )
+    episode = (transition.done, transition.episode_return, transition.episode_length)
+    return RunnerState(key, obs, env_state, *episode), transition
 
 
-def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the episodes that ended in a rollout; NaN if none did."""
-    count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
-    mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
-    return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
-
-
-# -------------------------------------- advantage
+# ----------------------------------------- values
 def unsquash(x):
     """Inverse value squashing (Pohlen et al. 2018, arXiv 1805.11593, proposition A.2)."""
     eps = 1e-3
@@ -419,7 +415,8 @@ def unsquash(x):
 
 def expected_return(logits):
     """Categorical return [..., 601] -> its unsquashed mean [...]."""
-    return unsquash(nn.softmax(logits) @ jnp.linspace(-MAX_VALUE, MAX_VALUE, NUM_BINS))
+    bins = jnp.linspace(-MAX_VALUE, MAX_VALUE, NUM_BINS, dtype=logits.dtype)
+    return unsquash(nn.softmax(logits) @ bins)
 
 
 def select_action(x, action):
@@ -434,28 +431,29 @@ def clipped_ratio(logits, batch: Transition):
     return jnp.exp(jnp.minimum(select_action(log_ratio[:-1], batch.action[:-1]), 0.0))
 
 
-def retrace(reward, discount, value, q, trace):
+def retrace(reward, done, value, q, trace, gamma):
     """Retrace (Munos et al. 2016, arXiv 1606.02647). Returns the target of q, [T, B].
 
     All arrays are [T, B] except value [T + 1, B]. trace is lambda * min(1, importance ratio).
     """
 
     def step(correction, x):
-        reward, discount, next_value, q, trace = x
-        target = reward + discount * (next_value + correction)
+        reward, done, next_value, q, trace = x
+        bootstrap = jnp.where(done, 0, gamma * (next_value + correction))  # even if that is NaN
+        target = reward + bootstrap
         return trace * (target - q), target
 
-    steps = (reward, discount, value[1:], q, trace)
+    steps = (reward, done, value[1:], q, trace)
     _, target = jax.lax.scan(step, jnp.zeros_like(reward[0]), steps, reverse=True)
     return target
 
 
-def vtrace_advantage(reward, discount, value, ratio, trace_lambda):
-    """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1). Returns (advantage, target), [T, B].
+def vtrace(reward, done, value, ratio, gamma, trace_lambda):
+    """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1). Returns advantage, target, [T, B].
 
     It is Retrace with the value in place of q and errors weighted by the clipped ratio.
     """
-    returns = retrace(reward, discount, value, value[:-1], trace_lambda * ratio)
+    returns = retrace(reward, done, value, value[:-1], trace_lambda * ratio, gamma)
     advantage = ratio * (returns - value[:-1])
     return advantage, value[:-1] + advantage
 
@@ -478,9 +476,9 @@ def compute_values(online: AgentOutput, target: AgentOutput, batch: Transition, 
     target_q = expected_return(target.q)
     target_value = (policy * target_q).sum(axis=-1)
     trace = config.trace_lambda * clipped_ratio(online.logits, batch)
-    discount = config.gamma * (1 - batch.done[:-1])
     taken_q = select_action(target_q[:-1], batch.action[:-1])
-    returns = retrace(batch.reward[:-1], discount, target_value, taken_q, trace)
+    steps = (batch.reward[:-1], batch.done[:-1], target_value, taken_q, trace)
+    returns = retrace(*steps, config.gamma)
     return Values(
         value=(policy * q).sum(axis=-1),
         target_q=target_q,
@@ -492,6 +490,38 @@ def compute_values(online: AgentOutput, target: AgentOutput, batch: Transition, 
 
 
 # ------------------------------------------- rule
+pmean = lambda x: jax.lax.pmean(x, "devices")
+psum = lambda x: jax.lax.psum(x, "devices")
+
+
+class Moments(NamedTuple):
+    """Moving averages over updates and devices."""
+
+    raw: jax.Array  # [2] of x and of x ** 2
+    decay_product: jax.Array  # weight of the initial zeros
+
+    def add(self, x, decay) -> "Moments":
+        new = pmean(jnp.stack([x.mean(), (x**2).mean()]))
+        return Moments(decay * self.raw + (1 - decay) * new, decay * self.decay_product)
+
+    def mean_and_std(self):
+        mean, square = self.raw / (1 - self.decay_product)
+        return mean, jnp.sqrt(jnp.maximum(square - mean**2, 0) + 1e-12) + 1e-6
+
+
+class MetaState(NamedTuple):
+    """Memory of the update rule over the lifetime of an agent."""
+
+    advantage: Moments
+    hidden: jax.Array  # [128] of the lifetime LSTM
+    cell: jax.Array  # [128]
+
+
+def start_lifetime() -> MetaState:
+    zeros = lambda size: jnp.zeros(size, jnp.float32)
+    return MetaState(Moments(zeros(2), jnp.float32(1)), hidden=zeros(128), cell=zeros(128))
+
+
 def mix_actions(linear: Linear, x):
     """[..., A, I] -> [..., A, O], equivariant: reads each action and the mean over the actions."""
     mean = jnp.broadcast_to(x.mean(axis=-2, keepdims=True), x.shape)
@@ -550,20 +580,12 @@ def make_features(embeddings: Embeddings, online, target, batch, values: Values,
     return jnp.dstack(list(step_features.values())), actions
 
 
-class MetaTargets(NamedTuple):
-    """Targets of the agent's outputs, as logits."""
-
-    logits: jax.Array  # [T, B, A]
-    y: jax.Array  # [T, B, 600]
-    z: jax.Array  # [T, B, 600] of the actions taken
-
-
 def backward_lstm(linear: Linear, step_features, done):
     """An LSTM from the last step to the first, reset at episode ends. Returns [T, B, 256]."""
 
     def step(carry, x):
         features, done = x
-        hidden, cell = carry * (1 - done)[:, None]  # [B, 256]
+        hidden, cell = jnp.where(done[:, None], 0, carry)  # [B, 256]
         hidden, cell = lstm_cell(linear, features, hidden, cell)
         return jnp.stack([hidden, cell]), hidden
 
@@ -580,9 +602,12 @@ def embed_update(meta_net: MetaNetwork, step_features, hidden, y):
 
 
 def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: MetaState, config):
-    """The discovered rule, on arrays [T + 1, B, ...]. Returns (MetaTargets, Values, MetaState)."""
+    """The discovered rule, on arrays [T + 1, B, ...]. Returns targets, Values, MetaState.
+
+    Targets are an AgentOutput: logits [T, B, A], y [T, B, 600], z [T, B, 600] of the actions taken.
+    """
     values = jax.lax.stop_gradient(compute_values(online, target, batch, config))
-    moments = meta.advantage.update(values.advantage, config.ema_decay)
+    moments = meta.advantage.add(values.advantage, config.ema_decay)
     inputs = (online, target, batch, values, moments)
     step_features, actions = make_features(meta_net.embeddings, *inputs)
     hidden = backward_lstm(meta_net.backward_lstm, step_features, batch.done[:-1])
@@ -590,7 +615,7 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
     tiled = jnp.broadcast_to(hidden[:, :, None], (*actions.shape[:3], 256))
     actions = mix_actions(meta_net.policy_hidden, jnp.concatenate([tiled, actions], axis=-1))
     logits = meta_net.policy(actions).squeeze(-1)
-    targets = MetaTargets(logits, meta_net.y(hidden), meta_net.z(hidden))
+    targets = AgentOutput(logits, meta_net.y(hidden), meta_net.z(hidden))
     # The lifetime state takes effect at the next update.
     step_features, _ = make_features(meta_net.lifetime_embeddings, *inputs)
     x = embed_update(meta_net, step_features, hidden, targets.y)
@@ -599,14 +624,14 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
 
 
 def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, config):
-    """V-trace, or normalized returns. Returns (advantage, value target, MetaState)."""
+    """V-trace, or normalized returns. Returns advantage, value target, MetaState."""
     ratio = clipped_ratio(online.logits, batch)
-    steps = (batch.reward[:-1], config.gamma * (1 - batch.done[:-1]))
+    steps = (batch.reward[:-1], batch.done[:-1])
     if config.rule == "actor_critic":
         value = expected_return(online.value)  # [T + 1, B]
-        return *vtrace_advantage(*steps, value, ratio, config.trace_lambda), meta
-    returns, target = vtrace_advantage(*steps, jnp.zeros(batch.reward.shape), ratio, 1.0)
-    meta = meta._replace(advantage=meta.advantage.update(returns, config.ema_decay))
+        return *vtrace(*steps, value, ratio, config.gamma, config.trace_lambda), meta
+    returns, target = vtrace(*steps, jnp.zeros_like(batch.reward), ratio, config.gamma, 1.0)
+    meta = meta._replace(advantage=meta.advantage.add(returns, config.ema_decay))
     mean, std = meta.advantage.mean_and_std()
     # `returns` are weighted by the ratio, so the mean must be too.
     return (returns - ratio * mean) / std, target, meta
@@ -631,23 +656,23 @@ def value_loss(logits, target):
 
 
 def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Config):
-    """(loss, metrics) of losses [T, B], averaged without the first step after each reset."""
+    """Means of losses [T, B] without the first step after each reset. Returns loss, metrics."""
     losses["policy/entropy"] = distrax.Categorical(output.logits[:-1]).entropy()
     mask = ~batch.reset[:-1]
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
     coefs = {"loss/value": config.vf_coef, "policy/entropy": -config.ent_coef}  # others: 1
-    loss = sum(coefs.get(name, 1.0) * x for name, x in metrics.items())
-    return loss, {**metrics, "loss/total": loss}
+    return sum(coefs.get(name, 1.0) * x for name, x in metrics.items()), metrics
 
 
-def disco_loss(output: AgentOutput, targets: MetaTargets, returns, batch: Transition, config):
+def disco_loss(output: AgentOutput, targets: AgentOutput, returns, batch: Transition, config):
     """Divergences from the targets. `output` [T + 1, B, ...] is for the actions taken."""
     next_logits = jax.lax.stop_gradient(output.logits[1:])
+    aux_loss = kl_divergence(next_logits, output.aux_pi[:-1])
     losses = {
         "loss/policy": kl_divergence(targets.logits, output.logits[:-1]),
         "loss/y": kl_divergence(targets.y, output.y[:-1]),
         "loss/z": kl_divergence(targets.z, output.z[:-1]),
-        "loss/aux_policy": kl_divergence(next_logits, output.aux_pi[:-1]) * (1 - batch.done[:-1]),
+        "loss/aux_policy": jnp.where(batch.done[:-1], 0, aux_loss),
         "loss/value": value_loss(output.q[:-1], returns),
     }
     return mean_losses(losses, output, batch, config)
@@ -662,21 +687,36 @@ def baseline_loss(output: AgentOutput, advantage, value_target, batch: Transitio
     return mean_losses(losses, output, batch, config)
 
 
-# ------------------------------------------ train
+# -------------------------------------- algorithm
+class TrainState(NamedTuple):
+    """What one seed carries from update to update, on one device."""
+
+    key: jax.Array
+    params: Any
+    target_params: Any  # moving average
+    opt_state: Any
+    meta: MetaState
+    replay: Transition  # [L, C] ring buffer
+    runners: RunnerState  # [N]
+    update: jax.Array
+    eval_return: jax.Array  # of the latest evaluation
+    best_return: jax.Array
+    best_params: Any
+
+
 def make_optimizer(config: Config) -> optax.GradientTransformation:
     clip = optax.clip(config.max_update)
     return optax.chain(optax.scale_by_adam(), clip, optax.scale(-config.lr))
 
 
 def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimizer, config):
-    """One update from a batch [L, B, ...], differentiable with respect to `meta_net`.
+    """One step of Adam on a batch [L, B, ...], differentiable with respect to `meta_net`.
 
     Returns state with new params, target_params, opt_state and meta; targets; metrics.
     """
-    unroll = jax.vmap(jax.vmap(network.apply, (None, 0, 0)), (None, 0, 0))
-    online = unroll(state.params, batch.obs, None)
+    online = network.apply(state.params, batch.obs)
     if config.rule == "disco":
-        target = unroll(state.target_params, batch.obs, None)
+        target = network.apply(state.target_params, batch.obs)
         targets, values, meta = disco_rule(meta_net, online, target, batch, state.meta, config)
         td, value_target = values.td, values.returns
         loss = lambda output: disco_loss(output, targets, value_target, batch, config)
@@ -686,14 +726,14 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         loss = lambda output: baseline_loss(output, td, value_target, batch, config)
 
     # Only the outputs of the actions taken: an update takes 30% less time.
-    loss_of = lambda params: loss(unroll(params, batch.obs, batch.action))
+    loss_of = lambda params: loss(network.apply(params, batch.obs, batch.action))
     grads, metrics = jax.grad(loss_of, has_aux=True)(state.params)
     if config.rule != "policy_gradient":
         metrics["value/explained_variance"] = 1 - td.var() / value_target.var()
     grads, metrics = pmean((grads, metrics))
-    updates, opt_state = optimizer.update(grads, state.opt_state)
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
-    step_size = 1 - config.target_decay  # toward pre-update params
+    updates, opt_state = optimizer.update(grads, state.opt_state)
+    step_size = 1 - config.target_decay  # toward the parameters before this step
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -703,277 +743,337 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     return state, targets, metrics
 
 
-def start_episode(env_reset, key) -> RunnerState:
-    key, reset_key = jax.random.split(key)
-    return RunnerState(key, *env_reset(reset_key))
+def make_train(config: Config):
+    """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
+    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
+    on full episodes and keeps its best parameters.
 
-def step(network: Agent, env_step, params, runner: RunnerState, greedy=False):
-    """One step of one environment."""
-    key, action_key, step_key = jax.random.split(runner.key, 3)
-    logits = network.apply(params, runner.obs).logits
-    policy = distrax.Categorical(logits)
-    action = policy.mode() if greedy else policy.sample(seed=action_key)
-    outcome = env_step(step_key, runner.env_state, action)
-    obs, env_state, reward, terminated, truncated, _ = outcome
-    transition = Transition(
-        obs=runner.obs,
-        action=action,
-        logits=logits,
-        reward=reward,
-        done=terminated | truncated,
-        reset=runner.done,
-        episode=runner.episode * ~runner.done + jnp.stack([reward, 1.0]),
-    )
-    return RunnerState(key, obs, env_state, transition.done, transition.episode), transition
-
-
-def collect(network: Agent, env_step, num_steps: int, params, runner: RunnerState):
-    """Returns RunnerState, trajectory [L]."""
-    play = lambda runner, _: step(network, env_step, params, runner)
-    return jax.lax.scan(play, runner, None, num_steps)
-
-
-def make_train(config: Config) -> tuple:
-    """Returns init, train and (for sweeps: docs/runs.md) init_seed, train_seed. Raises ConfigError.
-
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN
-    where unmeasured.
+    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
+    them inside a pmap or vmap with the axis name "devices".
     """
-    config = resolve(config)
-    num_devices = jax.device_count()
+    # As many devices of each process as divide these.
     sizes = (config.num_envs, config.replay_size, config.replay_batch)
-    num_envs, replay_size, replay_batch = (size // num_devices for size in sizes)  # N, C, B
-    if any(size % num_devices for size in sizes):
-        names = "num_envs, replay_size, replay_batch"
-        raise ConfigError(f"{names} = {sizes}: not divisible by {num_devices} devices")
+    devices = np.reshape(jax.devices(), (jax.process_count(), -1))
+    while devices.size and math.gcd(*sizes) % devices.size:
+        devices = devices[:, :-1]
+    num_devices = devices.size
+    if num_devices == 0:
+        raise ConfigError(f"{len(devices)} processes must divide each of {sizes}")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
-    most = max(config.num_envs, config.replay_batch)
-    if config.num_steps < 2 or trajectories < most:
-        least = most * max(config.num_steps, 2)
-        least += -least % (config.num_evals * config.batch_size)
-        raise ConfigError(f"need num_steps >= 2, replay_size >= {most}, total_timesteps >= {least}")
+    if trajectories < max(config.num_envs, config.replay_batch) or config.num_steps < 2:
+        raise ConfigError(
+            f"{trajectories} trajectories of {config.num_steps} steps are too few to learn from: "
+            "check replay_size, num_steps and total_timesteps"
+        )
+    num_envs, replay_size, replay_batch = (size // num_devices for size in sizes)  # N, C, B
     env_reset, env_step, num_actions = make_env(config)
     network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None
     optimizer = make_optimizer(config)
-    start = partial(start_episode, env_reset)
-    act = jax.vmap(partial(collect, network, env_step, config.num_steps), (None, 0))
+    act_all = jax.vmap(partial(act, network, env_step), (None, 0))  # params, runners [N]
 
-    def episode_return(params, key):
-        unfinished = lambda runner: ~runner.done
-        play = lambda runner: step(network, env_step, params, runner, config.eval_greedy)[0]
-        return jax.lax.while_loop(unfinished, play, start(key)).episode[0]
-
-    def evaluate(i, state):
-        """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
-        key, eval_key = jax.random.split(state.key)
-        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
-        params = optax.tree.where(i == 0, state.params, state.best)
-        result = pmean(jax.vmap(episode_return, (None, 0))(params, keys).mean())
-        improved = (i == 0) & (result > state.best_return)
-        return state._replace(
-            key=key,
-            best=optax.tree.where(improved, state.params, state.best),
-            eval_return=jnp.where(i == 0, result, state.eval_return),
-            best_return=jnp.where(improved, result, state.best_return),
-            absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
-        )
-
-    def update_step(state, _):
-        runner, rollout = act(state.params, state.runner)  # [N, L]
+    def update(state: TrainState, _):
+        """A rollout, and one step of Adam on a batch from the replay."""
+        play = lambda runners, _: act_all(state.params, runners)
+        runners, rollout = jax.lax.scan(play, state.runners, None, config.num_steps)  # [L, N]
         oldest = (state.update * num_envs + jnp.arange(num_envs)) % replay_size
-        replay = jax.tree.map(lambda x, new: x.at[oldest].set(new), state.replay, rollout)
+        replay = jax.tree.map(lambda x, new: x.at[:, oldest].set(new), state.replay, rollout)
+        key, replay_key = jax.random.split(state.key)
+        filled = jnp.minimum((state.update + 1) * num_envs, replay_size)
+        drawn = jax.random.randint(replay_key, (replay_batch,), 0, filled)
+        batch = jax.tree.map(lambda x: x[:, drawn], replay)  # [L, B, ...]
         # With --init-from, the target network starts from the same parameters.
         target_params = optax.tree.where(state.update == 0, state.params, state.target_params)
-        state = state._replace(target_params=target_params, replay=replay, runner=runner)
-        key, replay_key = jax.random.split(state.key)
-        state = state._replace(key=key, update=state.update + 1)
-        filled = jnp.minimum(state.update * num_envs, replay_size)
-        rows = jax.random.randint(replay_key, (replay_batch,), 0, filled)
-        batch = jax.tree.map(lambda x: x[rows].swapaxes(0, 1), replay)  # [L, B, ...]
+        state = state._replace(target_params=target_params)
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
-        # No learning before the replay holds a batch; main rejects a NaN grad_norm.
-        ready = filled >= replay_batch
+        ready = filled >= replay_batch  # before, nothing is learned
         unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}
         metrics = optax.tree.where(ready, metrics, unmeasured)
-        metrics |= {"optim/lr": jnp.float32(config.lr), **episode_stats(rollout)}
-        return optax.tree.where(ready, learned, state), metrics
+        episodes = psum(rollout.done.sum())
+        metrics |= {
+            "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
+            "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
+            "episode/count": episodes,
+            "optim/lr": jnp.float32(config.lr),
+        }
+        state = optax.tree.where(ready, learned, state)._replace(
+            key=key,
+            replay=replay,
+            runners=runners,
+            update=state.update + 1,
+        )
+        return state, metrics
+
+    def play_episode(params, key):
+        """Returns the runner at the end of one full episode."""
+        unfinished = lambda runner: ~runner.done
+        play = lambda runner: act(network, env_step, params, runner, config.eval_greedy)[0]
+        return jax.lax.while_loop(unfinished, play, start_episode(env_reset, key))
+
+    def evaluate(state: TrainState):
+        key, eval_key = jax.random.split(state.key)
+        keys = jax.random.split(eval_key, math.ceil(config.eval_episodes / num_devices))
+        runners = jax.vmap(play_episode, (None, 0))(state.params, keys)
+        eval_return = pmean(runners.episode_return.mean())
+        is_best = eval_return > state.best_return
+        state = state._replace(
+            key=key,
+            eval_return=eval_return,
+            best_return=jnp.where(is_best, eval_return, state.best_return),
+            best_params=optax.tree.where(is_best, state.params, state.best_params),
+        )
+        eval_length = pmean(runners.episode_length.mean())
+        return state, {"eval/return": eval_return, "eval/length": eval_length}
 
     def init_seed(key):
         params_key, runner_key, key = jax.random.split(key, 3)
-        runner = jax.vmap(start)(jax.random.split(runner_key, num_envs))
-        # Environments differ by device; the network must not.
-        params = network.init(jax.lax.all_gather(params_key, "devices")[0], runner.obs[0])
-        _, rollout = jax.eval_shape(act, params, runner)  # [N, L]
-        empty = lambda x: jnp.zeros((replay_size, *x.shape[1:]), x.dtype)
+        runner_keys = jax.random.split(runner_key, num_envs)
+        runners = jax.vmap(partial(start_episode, env_reset))(runner_keys)
+        params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
+        params = network.init(params_key, runners.obs)
+        _, transition = jax.eval_shape(act_all, params, runners)  # [N, ...]
+        empty = lambda x: jnp.zeros((config.num_steps, replay_size, *x.shape[1:]), x.dtype)
         return TrainState(
             key=key,
             params=params,
             target_params=params,
             opt_state=optimizer.init(params),
-            replay=jax.tree.map(empty, rollout),
-            runner=runner,
-            best=params,
+            meta=start_lifetime(),
+            replay=jax.tree.map(empty, transition),
+            runners=runners,
+            update=jnp.int32(0),
+            eval_return=jnp.float32(jnp.nan),
+            best_return=jnp.float32(-jnp.inf),
+            best_params=params,
         )
 
-    def train_seed(state):
-        state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
-        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
-        rounds = jnp.where(state.update < config.num_updates, 1, 11)
-        state = jax.lax.fori_loop(0, rounds, evaluate, state)
-        eval_return = jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(state.eval_return)
-        return state, {**metrics, "eval/return": eval_return}
+    def train_seed(state: TrainState):
+        state, metrics = jax.lax.scan(update, state, None, config.updates_per_eval)
+        state, evaluation = evaluate(state)
+        unmeasured = jnp.full(config.updates_per_eval, jnp.nan)
+        metrics |= {name: unmeasured.at[-1].set(x) for name, x in evaluation.items()}
+        return state, jax.tree.map(jnp.float32, metrics)
 
-    def init(key):
-        return jax.vmap(init_seed)(jax.random.split(jax.random.key_data(key), config.num_seeds))
+    def init_seeds(key):
+        return jax.vmap(init_seed)(jax.random.split(key, config.num_seeds))
 
-    train = jax.pmap(jax.vmap(train_seed, out_axes=(0, 1)), "devices", donate_argnums=0)
-    return jax.pmap(init, "devices"), train, init_seed, train_seed
+    pmap = partial(jax.pmap, axis_name="devices", devices=devices.ravel().tolist())
+    init = lambda keys: pmap(init_seeds)(keys[: devices.shape[1]])
+    return init, pmap(jax.vmap(train_seed), donate_argnums=0), init_seed, train_seed
 
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically in process 0."""
-    if jax.process_index() == 0:
-        tmp = path.with_suffix(".tmp")
-        tmp.write_bytes(content)
-        tmp.replace(path)
+    """Atomic: a killed process leaves either the old file or the new one."""
+    path.with_suffix(".tmp").write_bytes(content)
+    path.with_suffix(".tmp").replace(path)
 
 
-def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
-    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
-    path = run_dir / "config.json"
-    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval  # must not change
-    stored = json.loads(path.read_text()) if path.exists() else about
-    may_differ = ["run_dir", "init_from", "track", "distributed"]
-    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
-    for option, new in about.items():
-        old = stored.get(option)
-        if new != old and option not in may_differ and not (option in may_grow and new > old):
-            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
-    about["device"] = jax.devices()[0].device_kind
-    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(about, indent=2).encode())
-    return run_dir, about
+def save(path: Path, state: TrainState):
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
-def restore(state, config: Config, run_dir: Path):
-    """Last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
-    state = process_allgather(state, tiled=True)
-    path = run_dir / "checkpoint.msgpack"
+def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
+    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+
+    Arrays are [D, S, ...]. Raises ConfigError.
+    """
+    runners, structure = jax.tree.flatten(fresh.runners)
+    fresh = fresh._replace(runners=runners)
+    state, path = fresh, run_dir / "checkpoint.msgpack"
     try:
         if path.exists():
-            state = flax.serialization.from_bytes(state, path.read_bytes())
-        elif config.init_from and jax.process_index() == 0:
+            state = flax.serialization.from_bytes(fresh, path.read_bytes())
+        elif config.init_from:
             path = Path(config.init_from, path.name)
-            best = flax.serialization.from_bytes({"best": state.best}, path.read_bytes())["best"]
-            copy = lambda x, new: np.broadcast_to(x[0, 0].reshape(new.shape[2:]), new.shape)
-            state = state._replace(params=jax.tree.map(copy, best, state.params))
+            best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
+            # Device 0, seed 0 -> [D, S, ...]
+            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
+            state = fresh._replace(params=params)
     except Exception as error:
-        raise ConfigError(f"{path} is unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # needs no shared folder
-    return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
+        raise ConfigError(f"cannot load {path}: {error}") from None
+    describe = lambda x: (x.shape, x.dtype)
+    if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
+        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+    return state._replace(runners=structure.unflatten(state.runners))
 
 
-def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S] from update `first`."""
-    header = ",".join(["update", "seed", "env_steps", *metrics])
-    lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
-    for i, seed in np.ndindex(metrics["eval/return"].shape):
+def open_table(path: Path, mode: str):
+    """Open metrics.csv and lock it until it is closed or the process ends. Raises ConfigError."""
+    table = path.open(mode)
+    try:
+        fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"{path.parent} is in use by another process") from None
+    return table
+
+
+def append_rows(table, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """One row per update and seed: metrics are [S, updates], from update `first` on."""
+    rows = [["update", "seed", "env_steps", *metrics]] if table.tell() == 0 else []
+    for i in range(config.updates_per_eval):
+        for seed in range(config.num_seeds):
+            cells = ["" if np.isnan(x[seed, i]) else x[seed, i] for x in metrics.values()]
+            rows.append([first + i, seed, (first + i) * config.batch_size, *cells])
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    table.flush()
+
+
+def read_rows(lines: list[str], num_seeds: int) -> dict[str, np.ndarray]:
+    """The metrics [S, updates] in the lines of metrics.csv, NaN where a cell is empty."""
+    names = lines[0].strip().split(",")
+    cells = np.genfromtxt(lines[1:], delimiter=",").reshape(-1, num_seeds, len(names))
+    return {name: cells[:, :, i].T for i, name in enumerate(names) if "/" in name}
+
+
+def start_tracking(run_dir: Path, options: dict):
+    """Start or continue a Weights & Biases run. Raises ConfigError."""
+    import wandb
+
+    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    try:
+        return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"--track: {error}; run `wandb login` or set WANDB_MODE=offline"
+        ) from None
+
+
+def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
-        row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
-        lines.append(",".join(map(str, cells)))
-        if run:
-            suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
-            run.log({name + suffix: x for name, x in row.items()}, step=env_steps)
-    write(path, "\n".join([*lines, ""]).encode())
+        if env_steps >= wandb_run.step:
+            finite = {name: x[np.isfinite(x[:, i]), i] for name, x in metrics.items()}
+            means = {name: x.mean() for name, x in finite.items() if x.size}
+            wandb_run.log(means, step=env_steps)
 
 
 def main(config: Config) -> dict:
-    """Train, or continue `run_dir`. Returns its summary."""
-    if config.distributed:
-        clear_backends()  # imports started JAX
-        jax.distributed.initialize()
-    is_first = jax.process_index() == 0
+    """Train, or continue the run in `run_dir`. Returns its summary. Raises ConfigError."""
     start = time.perf_counter()
-    init, train, *_ = make_train(config)
-    run_dir, about = open_run(config)
-    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
-    keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
-    saved = state = restore(init(keys), config, run_dir)
-    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    path = run_dir / "summary.json"
-    if path.exists() and not calls:
-        return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # stale
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else the first call compiles
-        train = train.lower(state).compile()
-    about["compile_seconds"] = time.perf_counter() - start
-    train_seconds = 0.0
-    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
-    run = None
-    if config.track and is_first:
-        import wandb
+    if config.distributed:
+        clear_backends()  # the imports have initialized JAX, but `initialize` must come first
+        jax.distributed.initialize()
+    process, num_processes = jax.process_index(), jax.process_count()
+    my_part = lambda tree: jax.tree.map(lambda x: np.split(x, num_processes)[process], tree)
+    name = f"{SCRIPT}__{config.env_id}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.run_dir or f"runs/{name.replace('/', '-')}-{os.getpid()}")
+    if not config.run_dir:
+        COMMAND.extend(["--run-dir", str(run_dir)])
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
+    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+        raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-        run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for first in bar:
-        start = time.perf_counter()
-        state, metrics = train(state)
-        metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
-        seconds = time.perf_counter() - start
-        train_seconds += seconds
-        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
-        finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
-        if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
-        saved = process_allgather(state, tiled=True)
-        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
-        bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-    returns = saved.eval_return[0]
-    summary = about | {
-        "env_steps": int(saved.update.max()) * config.batch_size,
+    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    init, train, *_ = make_train(config)
+    keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
+    host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
+    table_path, summary_path = run_dir / "metrics.csv", run_dir / "summary.json"
+    table = None
+    if process == 0:
+        table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
+        host_state = restore(host_state, config, run_dir)
+    host_state = broadcast_one_to_all(host_state)
+    state = my_part(host_state)
+    updates_done = int(host_state.update[0, 0])
+    # Not whole if the length or num_evals has changed.
+    calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
+    if calls_left == 0 and summary_path.exists():
+        print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
+        return json.loads(summary_path.read_text())
+    options = {"script": SCRIPT, **vars(config)}
+    wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
+    if num_processes == 1:  # otherwise the first call compiles
+        steps = config.num_updates * config.batch_size
+        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        compile_start = time.perf_counter()
+        train = train.lower(state).compile()
+        print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
+
+    if process == 0:  # nothing in the folder changes until the run can start
+        run_dir.mkdir(parents=True, exist_ok=True)
+        table = table or open_table(table_path, "x+")
+        # Keep the header and the rows up to the checkpoint.
+        lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
+        table.seek(len("".join(lines)))
+        table.truncate()
+        summary_path.unlink(missing_ok=True)
+        write(run_dir / "config.json", json.dumps(options, indent=2).encode())
+        if FILE:
+            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        if wandb_run and lines:
+            track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    style = {"unit": " steps", "unit_scale": True, "ncols": 80, "disable": process > 0}
+    with tqdm.tqdm(total=calls_left * call_steps, **style) as bar:
+        for call in range(calls_left):
+            call_start = time.perf_counter()
+            state, metrics = train(state)
+            # [S, updates], the same on all devices.
+            metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
+            steps_per_second = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
+                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+            host_state = process_allgather(state, tiled=True)
+            if process == 0:
+                first = 1 + updates_done + call * config.updates_per_eval
+                append_rows(table, config, first, metrics)
+                if wandb_run:
+                    track(wandb_run, config, first, metrics)
+                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+            bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
+            bar.update(call_steps)
+
+    returns, seconds = host_state.eval_return[0], time.perf_counter() - start
+    summary = options | {
+        "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "seconds": seconds,  # since the last start, including compilation
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
-        "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "best_eval_return_mean": float(saved.best_return.mean()),
-        "absolute_return_mean": float(saved.absolute_return.mean()),
-        "train_seconds": train_seconds,
-        "steps_per_second": len(calls) * call_steps / (train_seconds or 1),
+        "best_return_per_seed": host_state.best_return[0].tolist(),
     }
-    write(path, json.dumps(summary, indent=2).encode())
-    if run:
-        run.summary.update(summary)
-        run.finish()
-    if is_first:
-        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
+    if process == 0:
+        write(summary_path, json.dumps(summary, indent=2).encode())
+        table.close()
+        interval = ""
+        if config.num_seeds > 1:  # 95% confidence, by Student's t
+            interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
+        print(f"return {returns.mean():.4g}{interval}\npython plot.py {run_dir}")
+        print(f"python enjoy.py {run_dir} --video {run_dir / 'video.gif'}")
+    if wandb_run:
+        wandb_run.summary.update(summary)
+        wandb_run.finish()
     return summary
 
 
 def cli():
-    """Bad input exits with code 2."""
+    """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
-        stored = json.loads(path.read_text()) if config.run_dir and path.exists() else {}
-        if stored.get("script") == SCRIPT:
-            stored = {k: stored[k] for k in vars(config) if k in stored}
-            config = tyro.cli(Config, default=Config(**stored))
+        if config.run_dir and path.exists():
+            stored = json.loads(path.read_text())
+            if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
+                raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
+            default = Config(**{name: stored[name] for name in vars(config) if name in stored})
+            config = tyro.cli(Config, default=default)
+            if config.batch_size != default.batch_size:
+                raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).split("\n")[0], file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
-if __name__ == "__main__": cli()  # fmt: skip
+if __name__ == "__main__":
+    cli()

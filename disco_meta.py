@@ -4,24 +4,18 @@ Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_tr
 population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
 gradient of their later returns, back through their updates. One meta step:
 
-    act        each agent plays K rollouts and one for validation, before any update
-    update     K times: one step of the agent (disco.learn) and one of its critic
-    judge      policy gradient of the updated agent on the validation rollout, with the critic's
+    rollouts   each agent plays K rollouts and one for validation, before any update
+    updates    K times: one step of the agent (disco.learn) and one of its critic
+    meta-loss  policy gradient of the updated agent on the validation rollout, with the critic's
                advantages, plus entropy bonuses and target regularizers
-    meta step  differentiate through the K updates, average over agents; one Adam step
+    meta step  differentiate through the K updates, average over agents; one step of Adam
 
-Deviations from the notebook, besides the defaults: the critic credits a reward to the action that
-earned it (the notebook's is one step off); an agent is replaced by a new one after `lifetime` meta
-steps (`--lifetime None`: never, as in the notebook). `disco.py --weights FILE` reads the
-weights.npz of the run folder.
-
-Shapes: L steps of any rollout, T = L - 1 with a successor, K inner updates, P agents, D devices; N
+Deviations from the notebook: the critic credits a reward to the action that earned it (the
+notebook's is one step off); an agent is replaced by a new one after `lifetime` meta steps.
+Axes: L steps of any rollout, T = L - 1 with a successor, K inner updates, P agents, D devices; N
 environments are per agent and device.
 
     python disco_meta.py --seed 1
-
-Rules meta-trained with seeds 1, 2 and 3 (24 to 30 minutes each on one CPU core) taught new agents
-Catch 5x5 in 816k steps: return 0.99, 0.50 and 0.85 (means of three agents; a random rule: -0.55).
 """
 
 # /// script
@@ -32,11 +26,34 @@ import dataclasses
 import io
 import json
 import os
+import shlex
+import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+# Works around an XLA:CPU deadlock with vmapped loops (jax 0.10).
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+FILE = globals().get("__file__", "")  # empty in a notebook
+SCRIPT = Path(FILE or "disco_meta").stem  # names the runs, and a renamed copy is another script
+COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
+
+
+def stop_on_interrupt():
+    """Ctrl-C ends the process at once, even during an import or inside a compiled program."""
+    signal.sigwait([signal.SIGINT])
+    print("\ninterrupted; to continue:", shlex.join(COMMAND), file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if __name__ == "__main__" and FILE:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # here and in all later threads
+    threading.Thread(target=stop_on_interrupt, daemon=True).start()
 
 import distrax
 import flax
@@ -49,9 +66,7 @@ import tqdm
 import tyro
 
 import disco
-from disco import ConfigError, pmean, write
-
-SCRIPT = "disco_meta"
+from disco import ConfigError, append_rows, open_table, pmean, psum, restore, save, write
 
 
 # ----------------------------------------- config
@@ -61,53 +76,41 @@ class Config:
 
     # Environment
     env_id: str = "Catch-5x5"  # Catch-<rows>x<columns> or a gymnax environment
-    env_params: str = ""  # JSON object of environment parameters
-    num_meta_steps: int = 1500  # updates of the meta-network (at most)
+    env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per agent, over all devices
+    # Algorithm
+    num_meta_steps: int = 1500  # updates of the meta-network, approximately
     num_steps: int = 17  # rollout length of an inner update
     valid_steps: int = 17  # rollout length for validation
-    # Meta-training
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
     num_agents: int = 4  # population size
-    lifetime: int | None = 600  # meta steps until an agent is replaced by a new one; None: never
+    lifetime: int = 600  # meta steps until an agent is replaced by a new one; 0: never
     inner_updates: int = 2  # updates of an agent per meta step
     critic_lr: float = 1e-3  # Adam learning rate of the critics
     critic_gamma: float = 0.99  # discount factor of the critics
     critic_lambda: float = 0.96  # trace decay of the critics
-    # Agents
-    hidden_size: int = 128  # width of the first layer
+    hidden_size: int = 128  # width of an agent's first layer
     feature_size: int = 128  # width of the second layer, which all outputs read
     model_size: int = 64  # width of the LSTM that models the effect of an action
-    branch_size: int = 64  # width of the layer between that LSTM and each of its outputs
+    branch_size: int = 64  # width of the layers between LSTM and outputs
     lr: float = 1e-2  # Adam learning rate of the agents
     max_update: float = 1.0  # clip entries of Adam's step to this, before lr
     gamma: float = 0.997  # discount factor
     trace_lambda: float = 0.95  # trace decay of Retrace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages (critics' too)
     target_decay: float = 0.9  # decay of the target network
-    ent_coef: float = 0.0  # entropy bonus coefficient
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
     vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
     num_evals: int = 150  # evaluations of all agents, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and agent
-    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
 
     # Read by functions of disco.py; not options here.
     rule = "disco"
     init_from = ""
-
-    def __post_init__(self):
-        fractions = ("gamma", "trace_lambda", "ema_decay", "target_decay")
-        fractions += ("critic_gamma", "critic_lambda")
-        for name, value in vars(self).items():
-            low = 0 if name in ("seed", "ent_coef", "vf_coef", *fractions) else 1e-12
-            low = 2 if name in ("num_steps", "valid_steps") else low
-            high = 0.9999 if name == "ema_decay" else 1 if name in fractions else 1e18
-            if type(value) in (int, float) and not low <= value <= high:
-                bound = "(0" if low == 1e-12 else f"[{low}"
-                raise ConfigError(f"{name} = {value} is not in {bound}, {high:g}]")
 
     @property
     def num_seeds(self) -> int:
@@ -121,24 +124,21 @@ class Config:
 
     @property
     def updates_per_eval(self) -> int:
-        return self.num_meta_steps // self.num_evals
+        return max(1, round(self.num_meta_steps / self.num_evals))
+
+    @property
+    def num_updates(self) -> int:
+        return self.updates_per_eval * self.num_evals
 
 
 # ---------------------------------------- weights
-def load_weights(config: Config) -> disco.MetaNetwork:
-    """The initial meta-network. Raises ConfigError."""
-    if config.weights == "random":
-        return disco.random_weights(config.seed)
-    return disco.load_weights("" if config.weights == "disco103" else config.weights)
-
-
 def weights_file(meta_net: disco.MetaNetwork) -> bytes:
-    """`meta_net` [D, ...] -> an npz file in the released format."""
+    """The npz file of a meta-network, in the released format, for `disco.py --weights`."""
     layers = jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear))
     arrays = {}
     for place, layer in zip(jax.tree.leaves(disco.MetaNetwork()), layers, strict=True):
-        arrays[f"{place.name}/w"] = np.reshape(layer.w[0], place.shape)
-        arrays[f"{place.name}/b"] = np.asarray(layer.b[0])
+        arrays[f"{place.name}/w"] = np.reshape(layer.w, place.shape)
+        arrays[f"{place.name}/b"] = layer.b
     file = io.BytesIO()
     np.savez(file, **arrays)
     return file.getvalue()
@@ -150,41 +150,33 @@ class Critic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array) -> jax.Array:
-        """One observation [...] -> squashed value []."""
-        x = nn.relu(disco.dense(256, "torso_0")(obs.ravel().astype(float)))
+        """obs [..., F] -> squashed value [...]"""
+        x = nn.relu(disco.dense(256, "torso_0")(obs))
         x = disco.dense(256, "torso_1")(x)
         return disco.dense(1, "value", 1e-2)(x).squeeze(-1)
 
 
-def unroll(network: nn.Module, params, *inputs):
-    """Outputs of a network for inputs [L, N, ...]."""
-    return jax.vmap(jax.vmap(partial(network.apply, params)))(*inputs)
-
-
 def critic_advantage(critic, logits, batch: disco.Transition, config: Config):
     """Squashed value [L, N] and V-trace advantage [T, N] under the policy of `logits`."""
-    output = unroll(Critic(), critic, batch.obs)
-    discount = config.critic_gamma * (1 - batch.done[:-1])
+    output = Critic().apply(critic, batch.obs)
     ratio = disco.clipped_ratio(logits, batch)
-    steps = (batch.reward[:-1], discount, disco.unsquash(output), ratio)
-    advantage, _ = disco.vtrace_advantage(*steps, config.critic_lambda)
+    steps = (batch.reward[:-1], batch.done[:-1], disco.unsquash(output), ratio)
+    advantage, _ = disco.vtrace(*steps, config.critic_gamma, config.critic_lambda)
     return jax.lax.stop_gradient((output, advantage))
 
 
 # ----------------------------------- inner update
 class AgentState(NamedTuple):
-    """A member of the population; outside make_train, with leading axes [D, P]."""
+    """What one agent of the population carries from meta step to meta step."""
 
-    key: jax.Array  # [2]
+    key: jax.Array
     params: Any
     target_params: Any  # moving average
     opt_state: Any
+    meta: disco.MetaState
     critic: Any  # parameters
     critic_opt_state: Any
-    runner: disco.RunnerState  # [N]
-    meta: disco.MetaState = disco.MetaState()
-    moments: disco.Moments = disco.Moments()  # of the critic's advantages in training rollouts
-    eval_return: jax.Array = np.float32(np.nan)
+    moments: disco.Moments  # of the critic's advantages in training rollouts
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
@@ -202,9 +194,9 @@ def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation
     return optax.chain(scaling, optax.clip(max_update), optax.scale(-lr))
 
 
-def regularizer(targets: disco.MetaTargets, target_logits):
+def regularizer(targets: disco.AgentOutput, target_logits):
     """Keeps each target's mean logit near zero and the policy target near the target network."""
-    means = sum(x.mean() ** 2 for x in targets)
+    means = sum(x.mean() ** 2 for x in (targets.logits, targets.y, targets.z))
     target_logits = jax.lax.stop_gradient(target_logits)
     return 1e-3 * means + 1e-2 * disco.kl_divergence(target_logits, targets.logits).mean()
 
@@ -212,11 +204,11 @@ def regularizer(targets: disco.MetaTargets, target_logits):
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
     """One step of the critic toward its squashed value plus the V-trace error / its std."""
     output, advantage = critic_advantage(agent.critic, logits, batch, config)
-    moments = agent.moments.update(advantage, config.ema_decay)
+    moments = agent.moments.add(advantage, config.ema_decay)
     _, std = moments.mean_and_std()
     goal = output[:-1] + advantage / std
 
-    loss = lambda params: 0.5 * ((unroll(Critic(), params, batch.obs[:-1]) - goal) ** 2).mean()
+    loss = lambda params: 0.5 * ((Critic().apply(params, batch.obs[:-1]) - goal) ** 2).mean()
     grads = pmean(jax.grad(loss)(agent.critic))
     optimizer = make_optimizer(config.critic_lr, config.max_update)
     updates, opt_state = optimizer.update(grads, agent.critic_opt_state)
@@ -229,8 +221,8 @@ def inner_update(meta_net, agent: AgentState, batch: disco.Transition, network, 
 
     Returns agent, (regularizer, metrics).
     """
-    logits = unroll(network, agent.params, batch.obs).logits
-    target_logits = unroll(network, agent.target_params, batch.obs).logits[:-1]
+    logits = network.apply(agent.params, batch.obs).logits
+    target_logits = network.apply(agent.target_params, batch.obs).logits[:-1]
     optimizer = make_optimizer(config.lr, config.max_update)
     agent, targets, metrics = disco.learn(meta_net, agent, batch, network, optimizer, config)
     agent = update_critic(agent, logits, batch, config)
@@ -249,10 +241,10 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     """
     update = lambda agent, batch: inner_update(meta_net, agent, batch, network, config)
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
-    output = unroll(network, agent.params, valid.obs, valid.action)
+    output = network.apply(agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
     # As in the notebook, the mean is not weighted, and the moments updated here are not stored.
-    mean, std = agent.moments.update(advantage, config.ema_decay).mean_and_std()
+    mean, std = agent.moments.add(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
     entropy = mean_entropy(output.logits[:-1])
@@ -264,193 +256,240 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     return loss, (agent, metrics)
 
 
-# ------------------------------------------ train
+# -------------------------------------- algorithm
 class TrainState(NamedTuple):
-    """Training carry; outside make_train, with a leading axis [D]."""
+    """What meta-training carries from meta step to meta step, on one device."""
 
     meta_net: disco.MetaNetwork
     opt_state: Any
     agents: AgentState  # [P]
-    update: jax.Array = np.int32(0)  # meta steps done
+    runners: disco.RunnerState  # [P, N]
+    update: jax.Array  # meta steps done
+    eval_return: jax.Array  # [P] of the latest evaluation
 
 
-def make_train(config: Config) -> tuple:
-    """Returns init(keys [D]) -> state and train(state) -> (state, metrics). Raises ConfigError.
+def make_train(config: Config):
+    """Returns init, train. Raises ConfigError.
 
-    Both are pmapped. `train` takes `updates_per_eval` meta steps, then evaluates the agents.
-    Metrics [D, updates, P] are NaN where nothing was measured.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, ...],
+    metrics [D, P, updates]. `train` performs `updates_per_eval` meta steps, then evaluates each
+    agent on full episodes.
     """
     num_devices = jax.device_count()
+    num_envs = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
-        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
-    if config.updates_per_eval < 1:
-        raise ConfigError(f"num_meta_steps must be >= num_evals = {config.num_evals}")
+        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+    if min(config.num_steps, config.valid_steps) < 2:
+        raise ConfigError("num_steps and valid_steps must be at least 2")
     env_reset, env_step, num_actions = disco.make_env(config)
     network = disco.Agent(num_actions, config)
     meta_optimizer = optax.adam(config.meta_lr)
-    meta_net = jax.tree.map(jnp.asarray, load_weights(config))
-    start = partial(disco.start_episode, env_reset)
+    meta_net = jax.tree.map(jnp.asarray, disco.load_weights(config.weights, config.seed))
+    start_episode = partial(disco.start_episode, env_reset)
+    act_all = jax.vmap(partial(disco.act, network, env_step), (None, 0))  # params, runners [N]
 
     def init_agent(key):
+        """Returns AgentState, runners [N]."""
         params_key, runner_key, key = jax.random.split(key, 3)
-        # Environments differ between devices, but the networks must not.
-        params_key, critic_key = jax.random.split(jax.lax.all_gather(params_key, "devices")[0])
-        runner = jax.vmap(start)(jax.random.split(runner_key, config.num_envs // num_devices))
-        params = network.init(params_key, runner.obs[0])
-        critic = Critic().init(critic_key, runner.obs[0])
-        return AgentState(
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
+        params_key, critic_key = jax.random.split(params_key)
+        params = network.init(params_key, runners.obs)
+        critic = Critic().init(critic_key, runners.obs)
+        meta = disco.start_lifetime()
+        agent = AgentState(
             key=key,
             params=params,
             target_params=params,
             opt_state=make_optimizer(config.lr, config.max_update).init(params),
+            meta=meta,
             critic=critic,
             critic_opt_state=make_optimizer(config.critic_lr, config.max_update).init(critic),
-            runner=runner,
+            moments=meta.advantage,  # zeros, too
         )
+        return agent, runners
 
-    def replace(agent, age):
-        """An agent at the end of its lifetime is replaced by a new one."""
-        key, init_key = jax.random.split(agent.key)
-        return optax.tree.where(age == 0, init_agent(init_key), agent._replace(key=key))
+    def update(state: TrainState, _):
+        """One meta step."""
 
-    def act(agent, num_steps):
-        collect = partial(disco.collect, network, env_step, num_steps)
-        runner, rollout = jax.vmap(collect, (None, 0), (0, 1))(agent.params, agent.runner)
-        return agent._replace(runner=runner), rollout  # [L, N]
+        def replace(agent, runners, age):
+            key, init_key = jax.random.split(agent.key)
+            lives_on = (agent._replace(key=key), runners)
+            return optax.tree.where(age == 0, init_agent(init_key), lives_on)
 
-    def act_all(agent):
-        act_once = lambda agent, _: act(agent, config.num_steps)
-        agent, batches = jax.lax.scan(act_once, agent, None, config.inner_updates)
-        return *act(agent, config.valid_steps), batches  # agent, [L, N], [K, L, N]
-
-    def population_loss(meta_net, agents, batches, valid):
-        loss = lambda *inputs: meta_loss(meta_net, *inputs, network, config)
-        losses, aux = jax.vmap(loss)(agents, batches, valid)
-        return losses.mean(), aux
-
-    def meta_step(state, _):
-        agents = state.agents
+        agents, runners = state.agents, state.runners
         if config.lifetime:  # staggered, so that ages differ
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
-            agents = jax.vmap(replace)(agents, (ages + state.update) % config.lifetime)
-        agents, valid, batches = jax.vmap(act_all)(agents)
-        gradient = jax.grad(population_loss, has_aux=True)
-        grads, (agents, metrics) = gradient(state.meta_net, agents, batches, valid)
+            ages = (ages + state.update) % config.lifetime
+            agents, runners = jax.vmap(replace)(agents, runners, ages)
+
+        def play(params, runners, num_steps):
+            act_once = lambda runners, _: act_all(params, runners)
+            return jax.lax.scan(act_once, runners, None, num_steps)  # runners, [L, N]
+
+        def play_all(params, runners):
+            play_once = lambda runners, _: play(params, runners, config.num_steps)
+            runners, batches = jax.lax.scan(play_once, runners, None, config.inner_updates)
+            return *play(params, runners, config.valid_steps), batches
+
+        # runners [P, N], valid [P, valid_steps, N], batches [P, K, L, N]
+        runners, valid, batches = jax.vmap(play_all)(agents.params, runners)
+
+        def population_loss(meta_net):
+            loss = lambda *inputs: meta_loss(meta_net, *inputs, network, config)
+            losses, (agents_, metrics) = jax.vmap(loss)(agents, batches, valid)
+            return losses.mean(), (agents_, metrics)
+
+        grads, (agents, metrics) = jax.grad(population_loss, has_aux=True)(state.meta_net)
         grads, metrics = pmean((grads, metrics))
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
-        metrics |= jax.vmap(disco.episode_stats)(valid)
-        metrics["meta/grad_norm"] = jnp.full(config.num_agents, optax.tree.norm(grads))
-        meta_net = optax.apply_updates(state.meta_net, updates)
-        return TrainState(meta_net, opt_state, agents, state.update + 1), metrics
+        episodes = psum(valid.done.sum((1, 2)))  # [P]
+        metrics |= {
+            "episode/return": psum((valid.episode_return * valid.done).sum((1, 2))) / episodes,
+            "episode/length": psum((valid.episode_length * valid.done).sum((1, 2))) / episodes,
+            "episode/count": episodes,
+            "meta/grad_norm": jnp.full(config.num_agents, optax.tree.norm(grads)),
+        }
+        state = state._replace(
+            meta_net=optax.apply_updates(state.meta_net, updates),
+            opt_state=opt_state,
+            agents=agents,
+            runners=runners,
+            update=state.update + 1,
+        )
+        return state, metrics
 
-    def episode_return(params, key):
+    def play_episode(params, key):
+        """Returns the runner at the end of one full episode."""
         unfinished = lambda runner: ~runner.done
-        play = lambda runner: disco.step(network, env_step, params, runner)[0]
-        return jax.lax.while_loop(unfinished, play, start(key)).episode[0]
+        play = lambda runner: disco.act(network, env_step, params, runner)[0]
+        return jax.lax.while_loop(unfinished, play, start_episode(key))
 
-    def evaluate(agent):
+    def evaluate(agent: AgentState):
+        """One agent. Returns AgentState, metrics."""
         key, eval_key = jax.random.split(agent.key)
         keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
-        result = pmean(jax.vmap(episode_return, (None, 0))(agent.params, keys).mean())
-        return agent._replace(key=key, eval_return=result)
+        runners = jax.vmap(play_episode, (None, 0))(agent.params, keys)
+        eval_return = pmean(runners.episode_return.mean())
+        eval_length = pmean(runners.episode_length.mean())
+        return agent._replace(key=key), {"eval/return": eval_return, "eval/length": eval_length}
 
-    def init(key):
-        keys = jax.random.split(jax.random.key_data(key), config.num_agents)
-        return TrainState(meta_net, meta_optimizer.init(meta_net), jax.vmap(init_agent)(keys))
+    def init_population(key):
+        agents, runners = jax.vmap(init_agent)(jax.random.split(key, config.num_agents))
+        return TrainState(
+            meta_net=meta_net,
+            opt_state=meta_optimizer.init(meta_net),
+            agents=agents,
+            runners=runners,
+            update=jnp.int32(0),
+            eval_return=jnp.full(config.num_agents, jnp.nan, jnp.float32),
+        )
 
-    def train(state):
-        state, metrics = jax.lax.scan(meta_step, state, None, config.updates_per_eval)
-        state = state._replace(agents=jax.vmap(evaluate)(state.agents))
-        eval_return = jnp.full_like(metrics["meta/loss"], jnp.nan)
-        eval_return = eval_return.at[-1].set(state.agents.eval_return)
-        return state, {**metrics, "eval/return": eval_return}
+    def train_population(state: TrainState):
+        state, metrics = jax.lax.scan(update, state, None, config.updates_per_eval)
+        agents, evaluation = jax.vmap(evaluate)(state.agents)
+        state = state._replace(agents=agents, eval_return=evaluation["eval/return"])
+        unmeasured = jnp.full((config.updates_per_eval, config.num_agents), jnp.nan)
+        metrics |= {name: unmeasured.at[-1].set(x) for name, x in evaluation.items()}
+        return state, jax.tree.map(lambda x: jnp.float32(x).T, metrics)  # [P, updates]
 
-    return jax.pmap(init, "devices"), jax.pmap(train, "devices", donate_argnums=0)
+    init = jax.pmap(init_population, "devices")
+    train = jax.pmap(train_population, "devices", donate_argnums=0)
+    return init, train
 
 
 # ------------------------------------------- main
-def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
-    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
-    path = run_dir / "config.json"
-    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval  # must not change
-    stored = json.loads(path.read_text()) if path.exists() else about
-    may_grow = ["num_meta_steps", "num_evals"] if (run_dir / "summary.json").exists() else []
-    for option, new in about.items():
-        old = stored.get(option)
-        if new != old and option != "run_dir" and not (option in may_grow and new > old):
-            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
-    about["device"] = jax.devices()[0].device_kind
-    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(about, indent=2).encode())
-    return run_dir, about
-
-
 def main(config: Config) -> dict:
-    """Meta-train, or continue the run in `run_dir`. Returns its summary."""
+    """Meta-train, or continue the run in `run_dir`. Returns its summary. Raises ConfigError."""
     start = time.perf_counter()
+    name = f"{SCRIPT}__{config.env_id}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.run_dir or f"runs/{name.replace('/', '-')}-{os.getpid()}")
+    if not config.run_dir:
+        COMMAND.extend(["--run-dir", str(run_dir)])
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
     init, train = make_train(config)
-    run_dir, about = open_run(config)
-    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
-    saved = state = disco.restore(init(keys), config, run_dir)
-    num_updates = config.updates_per_eval * config.num_evals
-    calls = range(1 + int(state.update.max()), 1 + num_updates, config.updates_per_eval)
-    path = run_dir / "summary.json"
-    if path.exists() and not calls:
-        return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # stale
-    bar = tqdm.tqdm(calls, str(run_dir))
+    keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
+    table_path, summary_path = run_dir / "metrics.csv", run_dir / "summary.json"
+    table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
+    state = host_state = restore(jax.device_get(init(keys)), config, run_dir)
+    updates_done = int(host_state.update[0])
+    # Not whole if the length or num_evals has changed.
+    calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
+    if calls_left == 0 and summary_path.exists():
+        print(f"{run_dir} is already finished; raise --num-meta-steps to continue it")
+        return json.loads(summary_path.read_text())
+    print(f"{run_dir}: {config.num_updates:,} meta steps, compiling ...", end=" ", flush=True)
+    compile_start = time.perf_counter()
     train = train.lower(state).compile()
-    about["compile_seconds"] = time.perf_counter() - start
-    train_seconds = 0.0
+    print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
+
+    # Nothing in the folder changes until the run can start.
+    run_dir.mkdir(parents=True, exist_ok=True)
+    table = table or open_table(table_path, "x+")
+    # Keep the header and the rows up to the checkpoint.
+    lines = table.readlines()[: 1 + updates_done * config.num_agents] if updates_done else []
+    table.seek(len("".join(lines)))
+    table.truncate()
+    summary_path.unlink(missing_ok=True)
+    options = {"script": SCRIPT, **vars(config)}
+    write(run_dir / "config.json", json.dumps(options, indent=2).encode())
+    if FILE:
+        write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
     call_steps = config.updates_per_eval * config.batch_size * config.num_agents
-    for first in bar:
-        start = time.perf_counter()
-        state, metrics = train(state)
-        metrics = {k: np.array(x)[0] for k, x in metrics.items()}
-        seconds = time.perf_counter() - start
-        train_seconds += seconds
-        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        disco.write_rows(run_dir / "metrics.csv", config, metrics, first, None)
-        finite = np.isfinite(metrics["meta/grad_norm"]).all(1)
-        if not finite.all():
-            sys.exit(f"error: NaN or inf at meta step {first + finite.argmin()}: lower meta_lr")
-        saved = jax.device_get(state)
-        write(run_dir / "weights.npz", weights_file(saved.meta_net))
-        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
-        bar.set_postfix_str(f"return {saved.agents.eval_return.mean():.4g}")
-    returns = saved.agents.eval_return[0]
-    summary = about | {
-        "env_steps": int(saved.update.max()) * config.batch_size,
+    first_device = lambda tree: jax.tree.map(lambda x: x[0], tree)  # the same on all devices
+    style = {"unit": " steps", "unit_scale": True, "ncols": 80}
+    with tqdm.tqdm(total=calls_left * call_steps, **style) as bar:
+        for call in range(calls_left):
+            call_start = time.perf_counter()
+            state, metrics = train(state)
+            metrics = {name: np.array(x)[0] for name, x in metrics.items()}  # [P, updates]
+            steps_per_second = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            if not np.isfinite(metrics["meta/grad_norm"]).all():
+                raise ConfigError(f"meta-gradient is NaN; continue {run_dir} with a lower meta_lr")
+            host_state = jax.device_get(state)
+            first = 1 + updates_done + call * config.updates_per_eval
+            append_rows(table, config, first, metrics)
+            write(run_dir / "weights.npz", weights_file(first_device(host_state.meta_net)))
+            save(run_dir / "checkpoint.msgpack", host_state)  # last: nothing else is missing
+            bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
+            bar.update(call_steps)
+
+    returns, seconds = host_state.eval_return[0], time.perf_counter() - start
+    summary = options | {
+        "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.update[0]) * config.batch_size,  # per agent
+        "seconds": seconds,  # since the last start, including compilation
+        "steps_per_second": calls_left * call_steps / seconds,  # of all agents
         "eval_return_mean": float(returns.mean()),
-        "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "train_seconds": train_seconds,
-        "steps_per_second": len(calls) * call_steps / (train_seconds or 1),
     }
-    write(path, json.dumps(summary, indent=2).encode())
-    print(f"return {returns.mean():.4g} ± {returns.std():.3g}; weights: {run_dir}/weights.npz")
+    write(summary_path, json.dumps(summary, indent=2).encode())
+    table.close()
+    print(f"return {returns.mean():.4g}\npython disco.py --weights {run_dir}/weights.npz")
     return summary
 
 
 def cli():
-    """Bad input exits with code 2."""
+    """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
-        stored = json.loads(path.read_text()) if config.run_dir and path.exists() else {}
-        if stored.get("script") == SCRIPT:
-            stored = {k: stored[k] for k in vars(config) if k in stored}
-            config = tyro.cli(Config, default=Config(**stored))
+        if config.run_dir and path.exists():
+            stored = json.loads(path.read_text())
+            if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
+                raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
+            default = Config(**{name: stored[name] for name in vars(config) if name in stored})
+            config = tyro.cli(Config, default=default)
+            if config.batch_size != default.batch_size:
+                raise ConfigError(f"{config.run_dir}: rollouts must keep their size")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).split("\n")[0], file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
-if __name__ == "__main__": cli()  # fmt: skip
+if __name__ == "__main__":
+    cli()

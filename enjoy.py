@@ -1,7 +1,15 @@
-"""Replay the policy of a run: its return over full episodes, and a video of the first of them.
+"""Play the policies of a run: returns of new full episodes, and a video.
 
-    python enjoy.py runs/my_run --episodes 100
-    python enjoy.py runs/my_run --checkpoint last --greedy --video out.gif
+    python enjoy.py runs/my_run                   # the absolute metric, written to summary.json
+    python enjoy.py runs/my_run --episodes 100 --checkpoint last --greedy --video out.gif
+
+The absolute metric is the return of the best parameters over ten times as many new episodes as an
+evaluation has by default (Gorsane et al. 2022, arXiv 2209.10485): 1280 for each seed. Choosing the
+best of several evaluations makes their own returns too high. It is written if all seeds play, the
+best parameters at least 1280 episodes each, with actions chosen as in the run.
+
+The program is the source in the run folder: it plays what was trained, after the script has
+changed, too. Loading it runs it, so play only runs that you trust.
 
 Videos: .gif and .mp4 of gymnax, xminigrid, Brax and the environments of ippo.py (rings; MPE,
 coin_game, overcooked and SMAX of JaxMARL), .html of Brax (its viewer, which loads code from the
@@ -10,7 +18,6 @@ internet). A video shows every state of an episode, the final one included.
 
 import argparse
 import dataclasses
-import importlib
 import importlib.util
 import inspect
 import json
@@ -30,12 +37,14 @@ import imageio.v3
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scipy.stats
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent
 PAPER, INK, GRAY, RED, BLUE = "#f7f5f0", "#2b2d42", "#b8b5ad", "#e4572e", "#3d6cb9"
 PLANES = "#f4f1de #ffd166 #8d99ae #ef6f6c #4ecdc4 #c77dff #90be6d #f9a03f #577590 #ff99c8".split()
 SIZE = (480, 320)  # of drawings; ffmpeg wants multiples of 16
+EPISODES = 1280  # of the absolute metric
 FPS = {"CartPole-v1": 50, "Pendulum-v1": 20}  # real time
 
 
@@ -44,55 +53,137 @@ class RunError(Exception):
 
 
 # ----------------------------------------- replay
-def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int = 0) -> tuple:
-    """Returns (the script's module, its Config, params of one seed). Raises RunError."""
+def load_source(run_dir: Path, script: str) -> ModuleType:
+    """The source that ran, from the run folder; without one, this repository's script."""
+    path = next((x for x in (run_dir, ROOT) if (x / f"{script}.py").exists()), None)
+    if path is None or Path(script).name != script:
+        message = f"the script {script!r} of config.json is neither in {run_dir} nor in {ROOT}"
+        raise RunError(message)
+    path = path / f"{script}.py"
+    module = ModuleType(script)
+    module.__file__ = str(path)
+    exec(compile(path.read_bytes(), path, "exec"), vars(module))  # leaves no __pycache__
+    if not hasattr(getattr(module, "TrainState", None), "best_params"):
+        raise RunError(f"{path} trains no policy")
+    return module
+
+
+def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int | None = None) -> tuple:
+    """Returns (the script's module, its Config, params [S, ...], or [...] of one seed).
+
+    Raises RunError.
+    """
     about, path = run_dir / "config.json", run_dir / "checkpoint.msgpack"
     try:
         options = json.loads(about.read_text())
-        script, num_seeds = options["script"], options.get("num_seeds", 1)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        script, num_seeds = options["script"], options["num_seeds"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{run_dir} is no run: {about} is missing or damaged: {error!r}") from None
-    # Only import scripts of this folder, whatever the file names.
-    if not re.fullmatch(r"\w+", str(script)) or not (ROOT / f"{script}.py").exists():
-        raise RunError(f"{about} names the script {script!r}, which is not in {ROOT}")
-    if not 0 <= seed_index < num_seeds:
+    if seed_index is not None and not 0 <= seed_index < num_seeds:
         raise RunError(f"seed-index = {seed_index}: {run_dir} has {num_seeds} seed(s), from 0")
-    module = importlib.import_module(script)
-    if not hasattr(getattr(module, "TrainState", None), "best"):
-        raise RunError(f"{about} names the script {script!r}, which trains no policy")
+    module = load_source(run_dir, str(script))
+    devices = jax.local_device_count()
     try:
-        known = module.Config.__dataclass_fields__
-        config = module.Config(**{k: v for k, v in options.items() if k in known})
-        config = dataclasses.replace(config, num_seeds=1)
+        config = module.Config(**{k: v for k, v in options.items() if k != "script"})
+        # Fits any number of devices; the policy does not depend on it.
+        config = dataclasses.replace(config, num_envs=config.num_envs * devices)
         init, *_ = module.make_train(config)
-    except module.ConfigError as error:
-        raise RunError(str(error)) from None
-    keys = jax.random.split(jax.random.key(0), jax.local_device_count())
-    expected = jax.eval_shape(init, keys).params  # [D, S, ...]
-    name = {"best": "best", "last": "params"}[checkpoint]
+    except (module.ConfigError, TypeError) as error:
+        raise RunError(f"{about}: {error}") from None
+    expected = jax.eval_shape(init, jax.random.split(jax.random.PRNGKey(0), devices)).params
+    name = {"best": "best_params", "last": "params"}[checkpoint]
     try:
         params = flax.serialization.msgpack_restore(path.read_bytes())[name]
-        params = flax.serialization.from_state_dict(expected, params)
-        params = jax.tree.map(lambda x: x[0, seed_index], params)
+        params = flax.serialization.from_state_dict(expected, params)  # [D, S, ...]
+        params = jax.tree.map(lambda x: x[0], params)
     except FileNotFoundError:
         raise RunError(f"{path} is missing: the run has not been evaluated yet") from None
     except Exception as error:
         raise RunError(f"{path} is damaged or no checkpoint of {script}: {error!r}") from None
-    if any(jax.tree.leaves(jax.tree.map(lambda x, y: x.shape != y.shape[2:], params, expected))):
+    if any(jax.tree.leaves(jax.tree.map(lambda x, y: x.shape != y.shape[1:], params, expected))):
         raise RunError(f"{path} has parameters of other shapes than those of {about}")
+    if seed_index is not None:
+        params = jax.tree.map(lambda x: x[seed_index], params)
     return module, config, params
 
 
-def get_episode(module: ModuleType, config) -> Callable:
-    """The script's own episode_return(params, key), out of the evaluation inside make_train."""
+def get_parts(module: ModuleType, config) -> tuple[Callable, dict[str, Any]]:
+    """The script's play_episode(params, key), out of make_train, and the functions it calls."""
     *_, train_seed = module.make_train(config)
     evaluate = inspect.getclosurevars(train_seed).nonlocals["evaluate"]
     parts = inspect.getclosurevars(evaluate).nonlocals
-    if "episode_returns" in parts:  # ippo.py: one return per agent
-        return lambda params, key: parts["episode_returns"](params, key).sum()
-    if "trial_returns" in parts:  # ppo_meta.py: one return per episode of the trial
-        return lambda params, key: parts["trial_returns"](params, key).sum()
-    return parts["episode_return"]
+    play_episode = parts.get("play_episode") or parts["play_trial"]
+    return play_episode, inspect.getclosurevars(play_episode).nonlocals
+
+
+def get_episode(module: ModuleType, config) -> Callable:
+    """(params, key) -> return of a full episode as the script's evaluation plays it.
+
+    The sum over the agents of ippo.py, and over the episodes of a trial of ppo_meta.py.
+    """
+    play_episode, _ = get_parts(module, config)
+
+    def episode(params, key):
+        runner = play_episode(params, key)
+        is_trial = hasattr(runner, "trial_return")
+        return (runner.trial_return if is_trial else runner.episode_return).sum()
+
+    return episode
+
+
+def load_policy(run_dir: str | Path, seed_index: int = 0, greedy: bool = False) -> Callable:
+    """act(obs, key, first=False) -> action of the best parameters, for use anywhere.
+
+    Observation and action are those of `step` in the script's make_env. A policy with memory
+    remembers the calls before; `first` starts an episode (of ppo_meta.py: a trial). Raises
+    RunError.
+    """
+    module, config, params = load_run(Path(run_dir), "best", seed_index)
+    make_env, actions = module.make_env, []
+
+    def zeros(function, *args):
+        """What the function returns, but of zeros."""
+        shapes = jax.eval_shape(function, *args)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+    def make_outside(config):
+        """An environment that is elsewhere: it keeps the action and knows nothing else."""
+        reset, step, *rest = make_env(config)
+
+        def outside_step(key, env_state, action):
+            actions.append(action)
+            return zeros(step, key, env_state, action)
+
+        return lambda key, *args: zeros(lambda key: reset(key, *args), key), outside_step, *rest
+
+    module.make_env = make_outside
+    _, parts = get_parts(module, config)
+    start, policy = parts.get("start_episode") or parts.get("start_trial"), parts.get("act")
+    if policy is None:  # disco.py, where they are functions of the module
+        start = partial(module.start_episode, parts["env_reset"])
+        policy = partial(module.act, parts["network"], parts["env_step"])
+    runner = start(jax.random.PRNGKey(0))
+
+    @jax.jit
+    def step(runner, obs, key, first):
+        runner = runner._replace(obs=obs, key=key, done=jnp.zeros_like(runner.done) | first)
+        runner, _ = policy(params, runner, greedy)
+        return runner, actions.pop()
+
+    def act(obs, key, first=False):
+        nonlocal runner
+        runner, action = step(runner, obs, key, first)
+        return action
+
+    return act
+
+
+def play(module: ModuleType, config, params: Any, keys: jax.Array) -> np.ndarray:
+    """Returns [S, E] of an episode for each key [S, E], all seeds in one program."""
+    episode = get_episode(module, config)
+    # Not a vmap over seeds: nobody waits for the longest episode of another seed.
+    seed = lambda x: jax.vmap(episode, (None, 0))(*x)
+    return np.asarray(jax.jit(lambda *x: jax.lax.map(seed, x))(params, keys))
 
 
 class Step(NamedTuple):
@@ -162,7 +253,7 @@ def gymnax_viewer(config) -> Viewer:
     catch = re.fullmatch(r"Catch-(\d+)x(\d+)", config.env_id)  # of disco.py
     sizes = {"rows": int(catch[1]), "columns": int(catch[2])} if catch else {}
     env, params = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
-    params = params.replace(**json.loads(config.env_params or "{}"))
+    params = params.replace(**json.loads(config.env_params))
     space = env.action_space(params)
     has_planes = len(env.observation_space(params).shape) == 3 or env.name == "Catch-bsuite"
     if has_planes:
@@ -183,7 +274,7 @@ def xminigrid_viewer(config) -> Viewer:
     from xminigrid.rendering.rgb_render import render
 
     env, params = xminigrid.make(config.env_id)
-    params = params.replace(**json.loads(config.env_params or "{}"))
+    params = params.replace(**json.loads(config.env_params))
 
     def draw(timestep):
         grid = timestep.state.grid
@@ -486,14 +577,39 @@ def upload(path: Path, run_dir: Path) -> None:
     """Add the video to the artifacts of the run at Weights & Biases."""
     import wandb
 
-    run = wandb.init(id=run_dir.name, dir=run_dir, resume="allow")
+    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # as in the scripts
+    run = wandb.init(id=run_id, resume="allow")
     run.log_artifact(str(path), name=path.stem, type="video")
     run.finish()
 
 
 # ------------------------------------------- main
+def describe(returns: np.ndarray) -> str:
+    """Mean of [S, E] and, over several seeds, its 95% interval (Student's t)."""
+    seeds, episodes = returns.shape
+    means = returns.mean(axis=1)
+    interval = ""
+    if seeds > 1:
+        interval = f" ± {scipy.stats.t.ppf(0.975, seeds - 1) * scipy.stats.sem(means):.3g}"
+    played = f"{seeds} seed{'s' * (seeds > 1)}, {episodes} episode{'s' * (episodes > 1)} each"
+    return f"return {means.mean():.4g}{interval} ({played})"
+
+
+def write_absolute_metric(run_dir: Path, returns: np.ndarray) -> None:
+    path = run_dir / "summary.json"
+    if not path.exists():
+        print(f"the run is not finished, so there is no {path} to write the absolute metric to")
+        return
+    means = returns.mean(axis=1).tolist()
+    absolute = {"absolute_return_mean": float(np.mean(means)), "absolute_return_per_seed": means}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(json.loads(path.read_text()) | absolute, indent=2))
+    temporary.replace(path)
+    print(f"absolute metric written to {path}")
+
+
 def main(words: list[str] | None = None) -> np.ndarray:
-    """Returns the returns [episodes]. Raises RunError."""
+    """Returns the returns [S, episodes]. Raises RunError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -502,32 +618,43 @@ def main(words: list[str] | None = None) -> np.ndarray:
     add(
         "--checkpoint", choices=["best", "last"], default="best", help="best by evaluation, or last"
     )
-    add("--episodes", type=int, default=10, help="full episodes to play")
+    add("--episodes", type=int, default=EPISODES, help="full episodes for each seed")
     add("--greedy", action=argparse.BooleanOptionalAction, help="default: as in the run")
-    add("--seed-index", type=int, default=0, help="which of the run's seeds, from 0")
+    add("--seed-index", type=int, help="one of the run's seeds, from 0; default: all")
     add("--seed", type=int, default=0, help="random seed of the episodes")
     add("--video", type=Path, help="file to write: .gif, .mp4, or .html for Brax")
-    add("--video-episodes", type=int, default=1, help="episodes in the video")
+    add("--video-episodes", type=int, default=1, help="episodes in the video, all of one seed")
     add("--every", type=int, default=1, help="show every nth state, for a smaller file")
     options = parser.parse_args(words)
     if min(options.episodes, options.video_episodes, options.every) < 1:
         raise RunError("--episodes, --video-episodes and --every must be at least 1")
-    module, config, params = load_run(options.run_dir, options.checkpoint, options.seed_index)
+    seed_index = options.seed_index
+    module, config, params = load_run(options.run_dir, options.checkpoint, seed_index)
+    is_absolute = options.checkpoint == "best" and seed_index is None
+    is_absolute &= options.episodes >= EPISODES
+    is_absolute &= options.greedy in (None, config.eval_greedy)
     if options.greedy is not None:
         config = dataclasses.replace(config, eval_greedy=options.greedy)
     if options.video:
         check_video(options.video, config.env_id)
         make_viewer(config)
-    key = jax.random.key_data(jax.random.key(options.seed))  # raw, as in the scripts
-    keys = jax.random.split(key, options.episodes)
-    returns = np.asarray(jax.jit(jax.vmap(get_episode(module, config), (None, 0)))(params, keys))
+    # `split` in the scripts never reaches this number: the keys are new.
+    key = jax.random.fold_in(jax.random.PRNGKey(options.seed), 2**32 - 1)
+    keys = jax.random.split(key, (config.num_seeds, options.episodes))
+    if seed_index is not None:
+        keys, params = jax.tree.map(lambda x: x[None], (keys[seed_index], params))
+    returns = play(module, config, params, keys)
+    which = "" if seed_index is None else f" of seed {seed_index}"
+    actions = "greedy" if config.eval_greedy else "sampled"
     print(
-        f"{module.SCRIPT} on {config.env_id}, {options.checkpoint} policy of seed"
-        f" {options.seed_index}, {'greedy' if config.eval_greedy else 'sampled'} actions:"
-        f" return {returns.mean():.4g} ± {returns.std():.3g} over {len(returns)} episode(s)"
+        f"{module.SCRIPT} on {config.env_id}, {options.checkpoint} policy{which},"
+        f" {actions} actions: {describe(returns)}"
     )
+    if is_absolute:
+        write_absolute_metric(options.run_dir, returns)
     if options.video:
-        episodes = [record(module, config, params, k) for k in keys[: options.video_episodes]]
+        first = jax.tree.map(lambda x: x[0], params)
+        episodes = [record(module, config, first, k) for k in keys[0, : options.video_episodes]]
         frames = write_video(options.video, config, episodes, options.every)
         print(f"{frames} frames written to {options.video}")
         if config.track:

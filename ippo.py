@@ -1,24 +1,19 @@
 """Independent PPO for many agents, on JaxMARL environments.
 
-Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
-2011.09533). Agents are one more batch axis: one network reads each agent's observation and index,
-or each agent has its own.
-
 PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
-All seeds train and evaluate in one XLA program. Details that matter:
+Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
+2011.09533). One network reads the observation and the index of each agent, or each has its own.
+`eval/return` is the sum over the K agents: a shared return counts K times.
+All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
-  value of the true final observation (Pardo et al. 2018, arXiv 1712.00378);
-- advantages are normalized per minibatch, across all devices;
-- actor and critic have separate optimizers and epochs; `--target-kl` stops only the actor;
-- an agent done early, except in SMAX, gets no gradient until the next episode.
-`eval/return` is the sum over agents: a shared return counts K times. Observations are flattened and
-padded to one size.
+  value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
+- actor and critic have learning rates and epochs of their own; `--target-kl` stops the actor alone;
+- an agent that is done before the others gets no gradient until they are, too (except in SMAX);
+- the advantages of a minibatch are normalized across all devices.
 
-Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, K agents, A actions.
+Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B samples.
 
     python ippo.py --num-seeds 5
-
--51.1 ± 0.8 on MPE_simple_spread_v3 (needs jaxmarl): 160k steps/s, 46 s in all on two CPU cores.
 """
 
 # /// script
@@ -26,19 +21,41 @@ Shapes: T steps, N environments and minibatch B per device, D devices, S seeds, 
 # ///
 
 import contextlib
+import csv
 import dataclasses
 import difflib
+import fcntl
 import json
+import math
 import os
+import re
+import shlex
+import signal
 import sys
+import threading
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Avoids an XLA:CPU deadlock with vmapped loops.
-os.environ.setdefault("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# Works around an XLA:CPU deadlock with vmapped loops (jax 0.10).
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+FILE = globals().get("__file__", "")  # empty in a notebook
+SCRIPT = Path(FILE or "ippo").stem  # names the runs, and a renamed copy is another script
+COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
+
+
+def stop_on_interrupt():
+    """Ctrl-C ends the process at once, even during an import or inside a compiled program."""
+    signal.sigwait([signal.SIGINT])
+    print("\ninterrupted; to continue:", shlex.join(COMMAND), file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if __name__ == "__main__" and FILE:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # here and in all later threads
+    threading.Thread(target=stop_on_interrupt, daemon=True).start()
 
 import distrax
 import flax
@@ -52,14 +69,12 @@ import tqdm
 import tyro
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.extend.backend import clear_backends
-
-SCRIPT = "ippo"
-DEFAULT_ENV = "MPE_simple_spread_v3" if find_spec("jaxmarl") else "rings"
+from scipy import stats
 
 
 # ----------------------------------------- config
-class ConfigError(Exception):
-    """Invalid input."""
+class ConfigError(ValueError):
+    """Invalid options. The command line reports them without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +82,15 @@ class Config:
     """Independent PPO for many agents."""
 
     # Environment
-    env_id: str = DEFAULT_ENV  # JaxMARL environment, environment/map, or rings (built in)
-    env_params: str = ""  # JSON object of environment parameters
-    total_timesteps: float = 1e6  # environment steps per seed (at most)
+    env_id: str = "rings"  # built in; or a JaxMARL environment, or environment/map
+    env_params: str = "{}"  # JSON, e.g. '{"max_steps": 50}'
     num_envs: int = 16  # parallel environments per seed, over all devices
-    num_steps: int = 128  # rollout length
     # Algorithm
+    total_timesteps: float = 1e6  # environment steps per seed, approximately
+    num_steps: int = 128  # rollout length
     share_parameters: bool = True  # one network for all agents, not one each
-    actor_epochs: int = 2  # epochs of the actor per rollout
-    critic_epochs: int = 2  # epochs of the critic per rollout
+    actor_epochs: int = 2  # passes of the actor over each rollout
+    critic_epochs: int = 2  # passes of the critic over each rollout
     num_minibatches: int = 4  # minibatches per epoch
     hidden_size: int = 64  # width of the dense layers
     actor_lr: float = 3e-3  # Adam learning rate of the actor
@@ -84,36 +99,30 @@ class Config:
     gamma: float = 0.99  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip the change in value to ±clip_eps
-    ent_coef: float = 0.01  # entropy bonus coefficient
-    max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # stop the actor above this approximate KL
+    clip_value: bool = False  # also clip the change in value to clip_eps
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
+    anneal_ent: bool = False  # decay the entropy bonus linearly to zero
+    max_grad_norm: float = 0.5  # clip gradients to this global norm
+    target_kl: float = 0.0  # end the actor's epochs once the KL divergence is larger; 0: off
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # seeds trained in parallel
+    num_seeds: int = 1  # agents trained in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation
-    eval_greedy: bool = False  # act greedily during evaluation
-    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder to start from: the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            low = 0 if name.endswith(("seed", "gamma", "lambda", "coef")) else 1e-12
-            high = 1 if name in ("gamma", "gae_lambda") else 1e18
-            if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
-
     @property
     def batch_size(self) -> int:
-        """Environment steps per update, over all devices."""
+        """Environment steps per update and seed, over all devices."""
         return self.num_envs * self.num_steps
 
     @property
     def updates_per_eval(self) -> int:
-        return int(self.total_timesteps) // (self.batch_size * self.num_evals)
+        return max(1, round(self.total_timesteps / self.batch_size / self.num_evals))
 
     @property
     def num_updates(self) -> int:
@@ -156,14 +165,24 @@ class Rings:
         return self.observe(state), state, reward, done, {}
 
 
-# First word of env_id -> a function that sets the step counter in the state to zero.
-NATIVE = ("MPE", "SMAX", "switch", "coin", "overcooked", "jaxnav")
+def jaxnav_time_limit(env, state, reward):
+    ended = state.goal_reached | state.move_term
+    return ~(ended if env.evaporating else ended.all())
+
+
+# First word of env_id -> time_limit(env, state, reward): whether agents that are done in this state
+# are so by the time limit alone, [] or [K]. JaxMARL itself reports no difference.
 BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
-REWIND = dict.fromkeys(NATIVE, lambda state: state.replace(step=0))
-REWIND |= dict.fromkeys(BRAX, lambda state: state.replace(info=state.info | {"steps": 0}))
-REWIND["HeuristicEnemySMAX"] = lambda state: state.replace(state=state.state.replace(step=0))
-REWIND["rings"] = lambda state: state | {"step": 0}
-REWIND["hanabi"] = lambda state: state  # no time limit
+TIME_LIMIT = dict.fromkeys(("MPE", "coin", "overcooked", "storm"), lambda *_: True)
+TIME_LIMIT |= dict.fromkeys(BRAX, lambda env, state, reward: state.info["truncation"] > 0)
+TIME_LIMIT |= {
+    "hanabi": lambda *_: False,
+    "switch": lambda env, state, reward: reward == 0,  # otherwise, someone has told
+    "rings": lambda env, state, reward: state["distance"] > 0,
+    "jaxnav": jaxnav_time_limit,
+    "SMAX": lambda env, state, reward: ~env.is_terminal(state.replace(step=0)),
+    "HeuristicEnemySMAX": lambda env, state, _: TIME_LIMIT["SMAX"](env._env, state.state, _),
+}
 
 
 class Observation(NamedTuple):
@@ -175,7 +194,7 @@ class Observation(NamedTuple):
 def load_env(config: Config):
     """An environment with the methods of JaxMARL's MultiAgentEnv. Raises ConfigError."""
     try:
-        params = json.loads(config.env_params or "{}")
+        params = json.loads(config.env_params)
         if config.env_id == "rings":
             return Rings(**params)
         with contextlib.redirect_stdout(None):  # its import prints
@@ -188,49 +207,58 @@ def load_env(config: Config):
         known |= {f"overcooked/{name}": {"layout": x} for name, x in layouts.items()}
         known |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps.items()}
         if config.env_id not in known:
-            nearest = difflib.get_close_matches(config.env_id, known, cutoff=0)
-            raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
-        return jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
+            near = difflib.get_close_matches(config.env_id, known, cutoff=0)
+            raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(near)}?")
+        env = jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
+        key = jax.random.PRNGKey(0)
+        actions = [env.action_space(name).sample(key) for name in env.agents]
+        actions = actions if env.agents[0] == 0 else dict(zip(env.agents, actions, strict=True))
+        jax.eval_shape(lambda: env.step_env(key, env.reset(key)[1], actions))  # wrong values fail
+        return env
+    except ConfigError:
+        raise
     except ImportError as error:
         raise ConfigError(f"{config.env_id}: {error}; pip install 'jaxmarl[mabrax]'") from None
-    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+    except (AssertionError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(f"{config.env_id}, env_params: {error}") from None
 
 
-def make_env(config: Config) -> tuple:
-    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
+def make_env(config: Config):
+    """Replace this to bring your own environment. Returns reset, step, names, continuous.
 
-    Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
-    terminated, truncated, next_obs), the agents' names, and whether actions are continuous (`step`
-    clips to [-1, 1]). All but env_state have a leading axis K. `step` resets after an episode:
-    `obs` then starts the next one, but `next_obs` is the true final observation.
+    reset(key) -> obs, env_state
+    step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
+
+    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
+    `step` resets the environment: `obs` is then the first observation of the next episode, and
+    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
+    All but env_state are of the agents, [K, ...]. Continuous actions are clipped to [-1, 1].
     """
     env = load_env(config)
-    obs, env_state = jax.eval_shape(env.reset, jax.random.key(0))
-    family = config.env_id.replace("/", "_").split("_")[0]
-    if family not in REWIND:
-        raise ConfigError(f"add {family} to REWIND: set the step counter to 0 in {env_state}")
     names = tuple(env.agents)
-    spaces = [env.action_space(name) for name in names]
-    continuous = not hasattr(spaces[0], "n")
-    if len({hasattr(space, "n") for space in spaces}) > 1:
-        raise ConfigError(f"{config.env_id} mixes discrete and continuous actions")
-    sizes = [space.shape[0] if continuous else space.n for space in spaces]
-    num_features = max(obs[name].size for name in names)
-    is_smax = "SMAX" in family
-    all_legal = lambda _: dict(zip(names, map(jnp.ones, sizes), strict=True))
-    method = "get_avail_actions" if is_smax and not continuous else "get_legal_moves"
-    legal_actions = getattr(env, method, all_legal)
-    stack = lambda x: jnp.stack([x[name] for name in names])  # [K, ...]
-    to_bounds = lambda space, x: space.low + (space.high - space.low) * x[: space.shape[0]]
-    pad = lambda x, size: jnp.stack([jnp.pad(x[k].ravel(), (0, size - x[k].size)) for k in names])
+    family = config.env_id.replace("/", "_").split("_")[0]
+    if family not in TIME_LIMIT:
+        raise ConfigError(f"add {family} to TIME_LIMIT")
+    spaces = {name: env.action_space(name) for name in names}
+    continuous = not hasattr(spaces[names[0]], "n")
+    all_legal = {name: jnp.ones(space.shape or space.n) for name, space in spaces.items()}
+    method = "get_avail_actions" if "SMAX" in family and not continuous else "get_legal_moves"
+    legal_actions = getattr(env, method, lambda env_state: all_legal)
+
+    def stack(x):
+        """Flattened and padded with zeros to one size, [K, F]."""
+        flatten = lambda x: jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(x)])
+        arrays = [jnp.float32(flatten(x[name])) for name in names]
+        size = max(x.size for x in arrays)
+        return jnp.stack([jnp.pad(x, (0, size - x.size)) for x in arrays])
 
     def observe(obs, env_state, active):
-        features = pad(obs, num_features)
+        if config.env_id == "storm":  # its arrays hold all agents
+            obs = list(zip(obs["observations"], obs["inventory"].T, strict=True))
+        features = stack(obs)
         if config.share_parameters:
-            features = jnp.concatenate([features, jnp.eye(len(names))], axis=-1)
-        mask = pad(legal_actions(env_state), max(sizes)) > 0  # [K, A]
-        return Observation(jnp.float32(features), mask, active)
+            features = jnp.concatenate([features, jnp.eye(len(names), dtype=jnp.float32)], axis=-1)
+        return Observation(features, stack(legal_actions(env_state)) > 0, active)
 
     def reset(key):
         obs, env_state = env.reset(key)
@@ -241,51 +269,51 @@ def make_env(config: Config) -> tuple:
         step_key, reset_key = jax.random.split(key)
         env_state, active = env_state
         if continuous:
-            action = map(to_bounds, spaces, (jnp.clip(action, -1.0, 1.0) + 1) / 2)
-        actions = dict(zip(names, action, strict=True))
-        # Also step with the counter at zero: an episode that ends even then is terminated.
-        _, _, _, done_anyway, _ = env.step_env(step_key, REWIND[family](env_state), actions)
+            to_bounds = lambda space, x: space.low + (space.high - space.low) * x[: space.shape[0]]
+            action = list(map(to_bounds, spaces.values(), (jnp.clip(action, -1, 1) + 1) / 2))
+        actions = action if names[0] == 0 else dict(zip(names, action, strict=True))
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
+        reward = stack(reward).squeeze(-1)
         # SMAX pays dead agents too: they stay active.
-        ends = lambda done: active & (done["__all__"] | (stack(done) & (not is_smax)))
-        terminated = ends(done) & ends(done_anyway)
-        truncated = ends(done) & ~terminated
+        is_done = lambda name: done["__all__"] | (done.get(name, False) & ("SMAX" not in family))
+        ended = active & jnp.stack([is_done(name) for name in names])
+        truncated = ended & TIME_LIMIT[family](env, env_state, reward)
+        terminated = ended & ~truncated
         next_obs = observe(obs, env_state, active & ~terminated)
-        reward = jnp.float32(stack(reward)) * active
-        remaining = active & ~ends(done)
+        remaining = active & ~ended
         continued = (next_obs._replace(active=remaining), (env_state, remaining))
         obs, env_state = optax.tree.where(remaining.any(), continued, reset(reset_key))
-        return obs, env_state, reward, terminated, truncated, next_obs
+        return obs, env_state, reward * active, terminated, truncated, next_obs
 
     return reset, step, names, continuous
 
 
 # ---------------------------------------- network
-def dense(features: int, scale: float) -> nn.Dense:
+def dense(features: int, scale: float = 2**0.5) -> nn.Dense:
     return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
 
 
 class ActorCritic(nn.Module):
-    """A policy and a value function."""
+    """A policy and a value function of one agent: two MLPs."""
 
     hidden_size: int
     continuous: bool
 
     @nn.compact
     def __call__(self, obs: Observation):
-        """One agent's observation -> policy, value []."""
-        num_outputs = obs.mask.size * (1 + self.continuous)
+        """features [..., F] -> policy, value [...]"""
+        num_outputs = obs.mask.shape[-1] * (1 + self.continuous)
         outputs = MLP(num_outputs, 0.01, self.hidden_size, name="actor")(obs.features)
         value = MLP(1, 1.0, self.hidden_size, name="critic")(obs.features).squeeze(-1)
-        # Masked outputs are constants without gradient.
-        value = jnp.where(obs.active, value, 0.0)
-        mask = obs.mask & obs.active
+        # What is masked is a constant, without a gradient.
+        value = jnp.where(obs.active, value, 0)
+        mask = obs.mask & obs.active[..., None]
         if not self.continuous:
-            masked = -1e9 * (1 + jnp.arange(mask.size))  # all masked: first action, entropy 0
+            masked = -1e9 * (1 + jnp.arange(num_outputs))  # all masked: first action, entropy 0
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value
-        mean, log_std = jnp.split(outputs, 2)
+        mean, log_std = jnp.split(outputs, 2, axis=-1)
         std = jnp.where(mask, jnp.exp(log_std), (2 * np.pi * np.e) ** -0.5)  # of entropy 0
-        return distrax.Independent(distrax.Normal(jnp.where(mask, mean, 0.0), std), 1), value
+        return distrax.Independent(distrax.Normal(jnp.where(mask, mean, 0), std), 1), value
 
 
 class MLP(nn.Module):
@@ -295,90 +323,75 @@ class MLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        """[F] -> [num_outputs]."""
-        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x))
-        x = nn.tanh(dense(self.hidden_size, 2**0.5)(x))
+        """[..., F] -> [..., num_outputs]"""
+        x = nn.tanh(dense(self.hidden_size)(x))
+        x = nn.tanh(dense(self.hidden_size)(x))
         return dense(self.num_outputs, self.scale)(x)
 
 
-# ---------------------------------------- rollout
+# -------------------------------------- algorithm
 class Transition(NamedTuple):
-    """One step of one environment, [K, ...]."""
-
-    obs: Observation
+    obs: Observation  # [K, ...], like all below
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
-    next_obs: Observation  # the true one, even at the end of an episode
-    done: jax.Array  # terminated, truncated or inactive
-    episode: jax.Array  # [2] return and length so far
+    done: jax.Array  # terminated, truncated or not active
+    next_obs: Observation  # what the action led to, also at the end of an episode
+    episode_return: jax.Array  # up to and including this step
+    episode_length: jax.Array
 
 
 class RunnerState(NamedTuple):
-    """Rollout carry of one environment."""
+    """What one environment carries from step to step."""
 
-    key: jax.Array  # [2] raw, so a checkpoint can hold it
+    key: jax.Array
     obs: Observation  # [K, ...]
     env_state: Any
-    done: jax.Array  # [] whether the previous step ended the episode
-    episode: jax.Array  # [K, 2] of the previous step
+    done: jax.Array  # the previous step ended an episode
+    episode_return: jax.Array
+    episode_length: jax.Array
 
 
 class TrainState(NamedTuple):
-    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
+    """What one seed carries from update to update, on one device."""
 
-    key: jax.Array  # [2]
-    params: Any  # [K, ...] for one network per agent
+    key: jax.Array
+    params: Any
     opt_state: Any
-    runner: RunnerState  # [N]
-    best: Any  # parameters that scored best_return
-    agent_returns: jax.Array  # [K], summing to eval_return
-    update: jax.Array = np.int32(0)
-    initial_return: jax.Array = np.float32(np.nan)
-    eval_return: jax.Array = np.float32(np.nan)
-    best_return: jax.Array = np.float32(-np.inf)
-    absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
+    runners: RunnerState  # [N]
+    update: jax.Array
+    eval_return: jax.Array  # of the latest evaluation
+    best_return: jax.Array
+    best_params: Any
 
 
-def episode_stats(rollout: Transition, names: tuple[str, ...]) -> dict[str, jax.Array]:
-    """Means over the episodes that ended in a rollout [T, N, K]; NaN if none did."""
-    over = rollout.done.all(-1, keepdims=True)  # [T, N, 1]
-    count = jax.lax.psum(over.sum(dtype=jnp.float32), "devices")
-    mean = jax.lax.psum((rollout.episode * over[..., None]).sum((0, 1)), "devices") / count
-    stats = {f"episode/return/{name}": mean[k, 0] for k, name in enumerate(names)}
-    stats |= {"episode/return": mean[:, 0].sum(), "episode/length": mean[0, 1]}
-    return stats | {"episode/count": count}
+def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
+    """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-
-# -------------------------------------- advantage
-def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
-    """Generalized advantage estimation (arXiv 1506.02438, eq. 16) with time limits.
-
-    All arrays are [T, ...]. `next_value` is the value of the true next observation; `done` is
-    terminated | truncated. Returns (advantage, target).
+    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any episode end cuts the trace.
-    delta = reward + gamma * (1.0 - terminated) * next_value - value
-    decay = gamma * gae_lambda * (1.0 - done)
+    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    delta = rollout.reward + gamma * next_value - rollout.value
+    decay = gamma * gae_lambda * (1 - rollout.done)
 
     def step(advantage, x):
         delta, decay = x
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
-    return advantage, advantage + value
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
+    return advantage, advantage + rollout.value
 
 
-# ------------------------------------------- loss
-def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Config):
-    """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
+def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, config: Config):
+    """Clipped surrogate objective, value loss and entropy bonus (arXiv 1707.06347, eq. 7 and 9).
 
-    All arrays are [B, ...]; `advantage` is already normalized. Returns (loss, metrics).
+    All arrays are [B, ...]. Returns loss, metrics.
     """
-    policy, value = jax.vmap(apply_fn, (None, 0))(params, batch.obs)
+    policy, value = network.apply(params, batch.obs)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
@@ -389,9 +402,8 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
     value_loss = 0.5 * value_error.mean()
     entropy = policy.entropy().mean()
-    loss = policy_loss + value_loss - config.ent_coef * entropy
+    loss = policy_loss + value_loss - ent_coef * entropy
     return loss, {
-        "loss/total": loss,
         "loss/policy": policy_loss,
         "loss/value": value_loss,
         "policy/entropy": entropy,
@@ -400,52 +412,65 @@ def ppo_loss(params, apply_fn, batch: Transition, advantage, target, config: Con
     }
 
 
-# ------------------------------------------ train
-def shuffle(key, size: int) -> jax.Array:
-    """A random permutation. Sorts random words whose low bits are the row; faster than argsort."""
-    row_bits = (size - 1).bit_length()
-    bits = jax.random.bits(key, (size,))
-    if row_bits > 16:  # too few random bits left
-        return jnp.argsort(bits)
-    return jnp.sort(bits << row_bits | jnp.arange(size, dtype=bits.dtype)) % 2**row_bits
+def make_train(config: Config):
+    """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
+    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
+    on full episodes and keeps its best parameters.
 
-def make_train(config: Config) -> tuple:
-    """Returns init, train and (for sweeps: docs/runs.md) init_seed, train_seed. Raises ConfigError.
-
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN
-    where unmeasured.
+    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
+    them inside a pmap or vmap with the axis name "devices".
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     env_reset, env_step, names, continuous = make_env(config)
     num_samples = num_envs * config.num_steps * (len(names) if config.share_parameters else 1)
     if config.num_envs % num_devices:
-        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
+        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
     if num_samples % config.num_minibatches:
         raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
-    if config.updates_per_eval < 1:
-        raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
     network = ActorCritic(config.hidden_size, continuous)
-    apply_agents = jax.vmap(network.apply, (None if config.share_parameters else 0, 0))
-    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    num_epochs = max(config.actor_epochs, config.critic_epochs)
+    gradient_steps = config.num_updates * num_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
+    psum = lambda x: jax.lax.psum(x, "devices")
 
-    def learning_rate(lr, update):
-        return jnp.float32(lr * (1 - config.anneal_lr * update / config.num_updates))
+    def schedule(value, anneal):
+        """A function of the gradient step: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
 
-    def optimizer(update):  # constant lr within an update
+    lr_schedule = schedule(1.0, config.anneal_lr)  # a factor
+    ent_schedule = schedule(config.ent_coef, config.anneal_ent)
+
+    def adam(part, lr):
+        """Adam that rests, moments included, while the part does not learn."""
         clip = optax.clip_by_global_norm(config.max_grad_norm)
-        adam = lambda lr: optax.chain(clip, optax.adam(learning_rate(lr, update), eps=1e-5))
-        parts = {"actor": adam(config.actor_lr), "critic": adam(config.critic_lr)}
-        return optax.partition(parts, {"params": {name: name for name in parts}})
+        adam = optax.chain(clip, optax.scale_by_adam(eps=1e-5), optax.scale(lr))
+        return optax.conditionally_mask(adam, lambda _, learns: learns[part], True)
+
+    parts = {"actor": adam("actor", config.actor_lr), "critic": adam("critic", config.critic_lr)}
+    optimizer = optax.chain(
+        optax.multi_transform(parts, {"params": {part: part for part in parts}}),
+        optax.scale_by_learning_rate(lr_schedule),
+    )
+    # Of observations [..., K, F]; with a network per agent, params are [K, ...].
+    apply_each = jax.vmap(network.apply, (0, Observation(-2, -2, -1)), (-2, -1))
+    apply_agents = network.apply if config.share_parameters else apply_each
 
     def start_episode(key):
         key, reset_key = jax.random.split(key)
-        return RunnerState(key, *env_reset(reset_key), jnp.bool(False), jnp.zeros((len(names), 2)))
+        obs, env_state = env_reset(reset_key)
+        return RunnerState(
+            key=key,
+            obs=obs,
+            env_state=env_state,
+            done=jnp.bool(False),
+            episode_return=jnp.zeros(len(names), jnp.float32),
+            episode_length=jnp.zeros(len(names), jnp.float32),
+        )
 
-    def step(params, runner, greedy=False):
+    def act(params, runner: RunnerState, greedy=False):
         """One step of one environment."""
         key, action_key, step_key = jax.random.split(runner.key, 3)
         policy, value = apply_agents(params, runner.obs)  # [K]
@@ -459,289 +484,371 @@ def make_train(config: Config) -> tuple:
             value=value,
             reward=reward,
             terminated=terminated,
-            next_obs=next_obs,
             done=terminated | truncated | ~runner.obs.active,
-            episode=runner.episode * ~runner.done + jnp.stack([reward, jnp.ones_like(reward)], 1),
+            next_obs=next_obs,
+            episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
+            episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
         )
-        done = transition.done.all()
-        return RunnerState(key, obs, env_state, done, transition.episode), transition
-
-    def episode_returns(params, key):
-        unfinished = lambda runner: ~runner.done
-        play = lambda runner: step(params, runner, config.eval_greedy)[0]
-        return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[:, 0]
-
-    def evaluate(i, state):
-        """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
-        key, eval_key = jax.random.split(state.key)
-        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
-        params = optax.tree.where(i == 0, state.params, state.best)
-        returns = pmean(jax.vmap(episode_returns, (None, 0))(params, keys).mean(0))  # [K]
-        result = returns.sum()
-        improved = (i == 0) & (result > state.best_return)
-        return state._replace(
+        runner = RunnerState(
             key=key,
-            best=optax.tree.where(improved, state.params, state.best),
-            initial_return=jnp.where(i < 0, result, state.initial_return),  # see train_seed
-            agent_returns=jnp.where(i == 0, returns, state.agent_returns),
-            eval_return=jnp.where(i == 0, result, state.eval_return),
-            best_return=jnp.where(improved, result, state.best_return),
-            absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
+            obs=obs,
+            env_state=env_state,
+            done=transition.done.all(),
+            episode_return=transition.episode_return,
+            episode_length=transition.episode_length,
         )
+        return runner, transition
 
-    def update_minibatch(state, minibatch):
-        batch, advantage, target = minibatch  # [B, ...]
-        # Mean, variance and gradient span all devices.
-        # Losses and metrics count inactive agents as 0; these moments leave them out.
-        weight = batch.obs.active / jnp.maximum(pmean(batch.obs.active.mean()), 1e-8)
-        advantage = (advantage - pmean((weight * advantage).mean())) * batch.obs.active
-        advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
-        inputs = (network.apply, batch, advantage, target, config)
-        grads, metrics = jax.grad(ppo_loss, has_aux=True)(state.params, *inputs)
-        grads, metrics = pmean((grads, metrics))
-        metrics["optim/grad_norm"] = optax.tree.norm(grads)
-        updates, opt_state = optimizer(state.update).update(grads, state.opt_state)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, opt_state=opt_state), metrics
+    def update(state: TrainState, _):
+        """A rollout and the gradient steps taken on it."""
 
-    def update_epochs(state, samples):
-        """One network's epochs over [num_samples, ...]. A high KL stops the actor."""
+        def act_all(runners, _):
+            return jax.vmap(act, (None, 0))(state.params, runners)
+
+        runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
+        _, next_value = apply_agents(state.params, rollout.next_obs)  # [T, N, K]
+        advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
+        samples = (rollout._replace(next_obs=None), advantage, target)  # large, and not needed
+        axes = 3 if config.share_parameters else 2  # a sample is of one agent, or of all
+        samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[axes:]), samples)
+        gradient_step = state.opt_state[-1].count.max()  # at which the learning rate's schedule is
+        ent_coef = ent_schedule(gradient_step)  # constant within an update
+
+        def update_minibatch(carry, minibatch):
+            params, opt_state, learns = carry
+            batch, advantage, target = minibatch
+            # The losses count agents that are not active as 0; these moments leave them out.
+            active = jnp.float32(batch.obs.active)
+            weight = active / jnp.maximum(pmean(active.mean()), 1e-8)
+            advantage = (advantage - pmean((weight * advantage).mean())) * active
+            advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
+            grad = jax.grad(ppo_loss, has_aux=True)
+            grads, metrics = grad(params, network, batch, advantage, target, ent_coef, config)
+            grads, metrics = pmean((grads, metrics))
+            metrics["optim/grad_norm"] = optax.tree.norm(grads)
+            updates, opt_state = optimizer.update(grads, opt_state, learns=learns)
+            return (optax.apply_updates(params, updates), opt_state, learns), metrics
+
+        if not config.share_parameters:  # a step of all networks
+            update_minibatch = jax.vmap(update_minibatch, (0, 1))
 
         def update_epoch(carry, x):
-            state, stop = carry
+            params, opt_state, actor_epochs = carry
             epoch, key = x
-            rows = shuffle(key, num_samples).reshape(config.num_minibatches, -1)
+            # A random permutation; on a CPU, twice as fast as jax.random.permutation.
+            rows = jnp.argsort(jax.random.bits(key, (num_samples,), jnp.uint32))
+            rows = rows.reshape(config.num_minibatches, -1)
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
-            updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
-            metrics = jax.tree.map(jnp.mean, metrics)
-            stop_actor = stop | (epoch >= config.actor_epochs)
-            # Each flag freezes a subtree.
-            frozen = {"actor": stop_actor, "critic": epoch >= config.critic_epochs}
-            keep = optax.tree.where
-            params = jax.tree.map(keep, {"params": frozen}, state.params, updated.params)
-            flags = state.opt_state._replace(inner_states=frozen)
-            opt_state = jax.tree.map(keep, flags, state.opt_state, updated.opt_state)
-            state = state._replace(params=params, opt_state=opt_state)
-            return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, frozen)
+            critic_learns = jnp.full_like(actor_epochs, epoch < config.critic_epochs, bool)
+            carry = (params, opt_state, {"actor": epoch < actor_epochs, "critic": critic_learns})
+            (params, opt_state, _), metrics = jax.lax.scan(update_minibatch, carry, minibatches)
+            if config.target_kl:  # where the policy is too far from the old one, the actor stops
+                stop = metrics["policy/approx_kl"].mean(0) > config.target_kl
+                actor_epochs = jnp.minimum(actor_epochs, jnp.where(stop, epoch + 1, num_epochs))
+            return (params, opt_state, actor_epochs), metrics
 
-        epochs = jnp.arange(max(config.actor_epochs, config.critic_epochs))
-        keys = jax.random.split(state.key, 1 + len(epochs))
-        carry = (state._replace(key=keys[0]), jnp.bool(False))
-        (state, _), (metrics, frozen) = jax.lax.scan(update_epoch, carry, (epochs, keys[1:]))
-        count = {name: jnp.sum(~x) for name, x in frozen.items()}
-        most = jnp.maximum(*count.values())
-        last_epoch = lambda name: (count["actor"] if "policy" in name else most) - 1
-        metrics = {name: x[last_epoch(name)] for name, x in metrics.items()}
-        return state, metrics | {f"{name}/epochs": jnp.float32(x) for name, x in count.items()}
-
-    def update_networks(state, samples):
-        """Samples [T, N, K, ...] train one network or, split by agent, K networks."""
-        if config.share_parameters:
-            samples = jax.tree.map(lambda x: x.reshape(-1, *x.shape[3:]), samples)
-            return update_epochs(state, samples)
-        fold = lambda x: x.reshape(-1, *x.shape[2:]).swapaxes(0, 1)  # [K, T * N, ...]
-        axes = TrainState(*[None] * len(state))._replace(params=0, opt_state=0)  # rest is shared
-        update_agents = jax.vmap(update_epochs, (axes, 0), (axes, 0))
-        state, metrics = update_agents(state, jax.tree.map(fold, samples))
-        return state, jax.tree.map(jnp.mean, metrics)
-
-    def update_step(state, _):
-        step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)
-        runner, rollout = jax.lax.scan(step_envs, state.runner, None, config.num_steps)  # [T, N]
-        critic = lambda obs: apply_agents(state.params, obs)[1]
-        next_value = jax.vmap(jax.vmap(critic))(rollout.next_obs)  # [T, N, K]
-        steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)
-        advantage, target = compute_gae(*steps, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(next_obs=None), advantage, target)
-        state, metrics = update_networks(state, samples)
-        error, target = jax.lax.all_gather((target - rollout.value, target), "devices")
-        active = jax.lax.all_gather(rollout.obs.active, "devices")
-        explained = 1 - jnp.var(error, where=active) / jnp.var(target, where=active)
-        metrics["value/explained_variance"] = explained
-        metrics["optim/lr"] = learning_rate(config.actor_lr, state.update)
-        metrics |= episode_stats(rollout, names)
-        return state._replace(runner=runner, update=state.update + 1), metrics
-
-    def init_seed(key):
-        params_key, runner_key, key = jax.random.split(key, 3)
-        runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # Environments differ by device; the network must not.
-        keys = jax.random.split(jax.lax.all_gather(params_key, "devices")[0], len(names))
-        obs = jax.tree.map(lambda x: x[0, 0], runner.obs)
-        params = jax.lax.map(lambda key: network.init(key, obs), keys)
-        opt_state = jax.vmap(optimizer(0).init)(params)
-        if config.share_parameters:
-            params, opt_state = jax.tree.map(lambda x: x[0], (params, opt_state))
-        return TrainState(key, params, opt_state, runner, params, jnp.full(len(names), jnp.nan))
-
-    def train_seed(state):
-        is_first = state.update == 0  # an extra round, -1, evaluates the initial parameters
-        state = state._replace(best=optax.tree.where(is_first, state.params, state.best))
-        state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
-        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
-        rounds = jnp.where(state.update < config.num_updates, 1, 11)
-        state = jax.lax.fori_loop(jnp.where(is_first, -1, 0), rounds, evaluate, state)
-        at = lambda i, x: jnp.full(config.updates_per_eval, jnp.nan).at[i].set(x)
-        metrics["eval/initial_return"] = at(0, jnp.where(is_first, state.initial_return, jnp.nan))
-        metrics["eval/return"] = at(-1, state.eval_return)
-        for k, name in enumerate(names):
-            metrics[f"eval/return/{name}"] = at(-1, state.agent_returns[k])
+        keys = jax.random.split(state.key, 1 + num_epochs)
+        actor_epochs = jnp.full_like(state.opt_state[-1].count, config.actor_epochs)  # of networks
+        carry = (state.params, state.opt_state, actor_epochs)
+        xs = (jnp.arange(num_epochs, dtype=jnp.int32), keys[1:])
+        (params, opt_state, actor_epochs), metrics = jax.lax.scan(update_epoch, carry, xs)
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        var = lambda x: x.var(where=rollout.obs.active)
+        done = rollout.done.all(-1, keepdims=True)  # [T, N, 1]
+        episodes = psum(done.sum())  # if zero, return and length are NaN
+        returns = psum((rollout.episode_return * done).sum((0, 1))) / episodes  # [K]
+        metrics |= {
+            "value/explained_variance": pmean(1 - var(target - rollout.value) / var(target)),
+            "episode/return": returns.sum(),
+            "episode/length": psum((rollout.episode_length * done)[..., 0].sum()) / episodes,
+            "episode/count": episodes,
+            "actor/epochs": actor_epochs.mean(),
+            "optim/lr": config.actor_lr * lr_schedule(gradient_step),
+        }
+        metrics |= {f"episode/return/{name}": x for name, x in zip(names, returns, strict=True)}
+        state = state._replace(
+            key=keys[0],
+            params=params,
+            opt_state=opt_state,
+            runners=runners,
+            update=state.update + 1,
+        )
         return state, metrics
 
-    def init(key):
-        keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
-        # One seed at a time: batched QR can deadlock on XLA:CPU.
-        return jax.lax.map(init_seed, keys)
+    def play_episode(params, key):
+        """Returns the runner at the end of one full episode."""
+        unfinished = lambda runner: ~runner.done
+        play = lambda runner: act(params, runner, config.eval_greedy)[0]
+        return jax.lax.while_loop(unfinished, play, start_episode(key))
 
-    train_seeds = jax.vmap(train_seed, out_axes=(0, 1))
-    if config.num_seeds == 1:  # up to 30% faster on CPU
-        unbatched = jax.vmap(train_seed, None, (0, 1), axis_size=1)
-        train_seeds = lambda state: unbatched(jax.tree.map(lambda x: x[0], state))
+    def evaluate(state: TrainState):
+        key, eval_key = jax.random.split(state.key)
+        keys = jax.random.split(eval_key, math.ceil(config.eval_episodes / num_devices))
+        runners = jax.vmap(play_episode, (None, 0))(state.params, keys)
+        returns = pmean(runners.episode_return.mean(0))  # [K]
+        eval_return = returns.sum()
+        is_best = eval_return > state.best_return
+        state = state._replace(
+            key=key,
+            eval_return=eval_return,
+            best_return=jnp.where(is_best, eval_return, state.best_return),
+            best_params=optax.tree.where(is_best, state.params, state.best_params),
+        )
+        eval_length = pmean(runners.episode_length.mean())
+        metrics = {"eval/return": eval_return, "eval/length": eval_length}
+        metrics |= {f"eval/return/{name}": x for name, x in zip(names, returns, strict=True)}
+        return state, metrics
+
+    def init_seed(key):
+        key, params_key, runner_key = jax.random.split(key, 3)
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
+        keys = jax.random.split(params_key, len(names))
+        params = jax.lax.map(lambda key: network.init(key, runners.obs), keys)  # [K, ...]
+        opt_state = jax.vmap(optimizer.init)(params)
+        if config.share_parameters:
+            params, opt_state = jax.tree.map(lambda x: x[0], (params, opt_state))
+        return TrainState(
+            key=key,
+            params=params,
+            opt_state=opt_state,
+            runners=runners,
+            update=jnp.int32(0),
+            eval_return=jnp.float32(jnp.nan),
+            best_return=jnp.float32(-jnp.inf),
+            best_params=params,
+        )
+
+    def train_seed(state: TrainState):
+        state, metrics = jax.lax.scan(update, state, None, config.updates_per_eval)
+        state, evaluation = evaluate(state)
+        unmeasured = jnp.full(config.updates_per_eval, jnp.nan)
+        metrics |= {name: unmeasured.at[-1].set(x) for name, x in evaluation.items()}
+        return state, jax.tree.map(jnp.float32, metrics)
+
+    def init_seeds(key):  # not vmap: batched orthogonal initialization can deadlock in XLA:CPU
+        return jax.lax.map(init_seed, jax.random.split(key, config.num_seeds))
+
+    def train_seeds(state):
+        if config.num_seeds == 1:  # up to 30% faster on a CPU than vmap
+            return jax.lax.map(train_seed, state)
+        return jax.vmap(train_seed)(state)
+
+    init = jax.pmap(init_seeds, "devices")
     train = jax.pmap(train_seeds, "devices", donate_argnums=0)
-    return jax.pmap(init, "devices"), train, init_seed, train_seed
+    return init, train, init_seed, train_seed
 
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically in process 0."""
-    if jax.process_index() == 0:
-        tmp = path.with_suffix(".tmp")
-        tmp.write_bytes(content)
-        tmp.replace(path)
+    """Atomic: a killed process leaves either the old file or the new one."""
+    path.with_suffix(".tmp").write_bytes(content)
+    path.with_suffix(".tmp").replace(path)
 
 
-def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
-    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
-    path = run_dir / "config.json"
-    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval  # must not change
-    stored = json.loads(path.read_text()) if path.exists() else about
-    may_differ = ["run_dir", "init_from", "track", "distributed"]
-    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
-    for option, new in about.items():
-        old = stored.get(option)
-        if new != old and option not in may_differ and not (option in may_grow and new > old):
-            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
-    about["device"] = jax.devices()[0].device_kind
-    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(about, indent=2).encode())
-    return run_dir, about
+def save(path: Path, state: TrainState):
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
-def restore(state, config: Config, run_dir: Path):
-    """Last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
-    state = process_allgather(state, tiled=True)
-    path = run_dir / "checkpoint.msgpack"
+def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
+    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+
+    Arrays are [D, S, ...]. Raises ConfigError.
+    """
+    runners, structure = jax.tree.flatten(fresh.runners)
+    fresh = fresh._replace(runners=runners)
+    state, path = fresh, run_dir / "checkpoint.msgpack"
     try:
         if path.exists():
-            state = flax.serialization.from_bytes(state, path.read_bytes())
-        elif config.init_from and jax.process_index() == 0:
+            state = flax.serialization.from_bytes(fresh, path.read_bytes())
+        elif config.init_from:
             path = Path(config.init_from, path.name)
-            best = flax.serialization.from_bytes({"best": state.best}, path.read_bytes())["best"]
-            copy = lambda x, new: np.broadcast_to(x[0, 0].reshape(new.shape[2:]), new.shape)
-            state = state._replace(params=jax.tree.map(copy, best, state.params))
+            best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
+            # Device 0, seed 0 -> [D, S, ...]
+            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
+            state = fresh._replace(params=params)
     except Exception as error:
-        raise ConfigError(f"{path} is unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # needs no shared folder
-    return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
+        raise ConfigError(f"cannot load {path}: {error}") from None
+    describe = lambda x: (x.shape, x.dtype)
+    if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
+        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+    return state._replace(runners=structure.unflatten(state.runners))
 
 
-def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S] from update `first`."""
-    header = ",".join(["update", "seed", "env_steps", *metrics])
-    lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
-    for i, seed in np.ndindex(metrics["eval/return"].shape):
+def open_table(path: Path, mode: str):
+    """Open metrics.csv and lock it until it is closed or the process ends. Raises ConfigError."""
+    table = path.open(mode)
+    try:
+        fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"{path.parent} is in use by another process") from None
+    return table
+
+
+def append_rows(table, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """One row per update and seed: metrics are [S, updates], from update `first` on."""
+    rows = [["update", "seed", "env_steps", *metrics]] if table.tell() == 0 else []
+    for i in range(config.updates_per_eval):
+        for seed in range(config.num_seeds):
+            cells = ["" if np.isnan(x[seed, i]) else x[seed, i] for x in metrics.values()]
+            rows.append([first + i, seed, (first + i) * config.batch_size, *cells])
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    table.flush()
+
+
+def read_rows(lines: list[str], num_seeds: int) -> dict[str, np.ndarray]:
+    """The metrics [S, updates] in the lines of metrics.csv, NaN where a cell is empty."""
+    names = lines[0].strip().split(",")
+    cells = np.genfromtxt(lines[1:], delimiter=",").reshape(-1, num_seeds, len(names))
+    return {name: cells[:, :, i].T for i, name in enumerate(names) if "/" in name}
+
+
+def start_tracking(run_dir: Path, options: dict):
+    """Start or continue a Weights & Biases run. Raises ConfigError."""
+    import wandb
+
+    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    try:
+        return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"--track: {error}; run `wandb login` or set WANDB_MODE=offline"
+        ) from None
+
+
+def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
-        row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
-        lines.append(",".join(map(str, cells)))
-        if run:
-            suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
-            run.log({name + suffix: x for name, x in row.items()}, step=env_steps)
-    write(path, "\n".join([*lines, ""]).encode())
+        if env_steps >= wandb_run.step:
+            finite = {name: x[np.isfinite(x[:, i]), i] for name, x in metrics.items()}
+            means = {name: x.mean() for name, x in finite.items() if x.size}
+            wandb_run.log(means, step=env_steps)
 
 
 def main(config: Config) -> dict:
-    """Train, or continue `run_dir`. Returns its summary."""
-    if config.distributed:
-        clear_backends()  # imports started JAX
-        jax.distributed.initialize()
-    is_first = jax.process_index() == 0
+    """Train, or continue the run in `run_dir`. Returns its summary. Raises ConfigError."""
     start = time.perf_counter()
-    init, train, *_ = make_train(config)
-    run_dir, about = open_run(config)
-    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
-    keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
-    saved = state = restore(init(keys), config, run_dir)
-    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    path = run_dir / "summary.json"
-    if path.exists() and not calls:
-        return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # stale
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else the first call compiles
-        train = train.lower(state).compile()
-    about["compile_seconds"] = time.perf_counter() - start
-    train_seconds = 0.0
-    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
-    run = None
-    if config.track and is_first:
-        import wandb
+    if config.distributed:
+        clear_backends()  # the imports have initialized JAX, but `initialize` must come first
+        jax.distributed.initialize()
+    process, num_processes = jax.process_index(), jax.process_count()
+    my_part = lambda tree: jax.tree.map(lambda x: np.split(x, num_processes)[process], tree)
+    name = f"{SCRIPT}__{config.env_id}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.run_dir or f"runs/{name.replace('/', '-')}-{os.getpid()}")
+    if not config.run_dir:
+        COMMAND.extend(["--run-dir", str(run_dir)])
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
+    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+        raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-        run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for first in bar:
-        start = time.perf_counter()
-        state, metrics = train(state)
-        metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
-        seconds = time.perf_counter() - start
-        train_seconds += seconds
-        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
-        finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
-        if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
-        saved = process_allgather(state, tiled=True)
-        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
-        bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-    returns = saved.eval_return[0]
-    summary = about | {
-        "env_steps": int(saved.update.max()) * config.batch_size,
+    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    init, train, *_ = make_train(config)
+    keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
+    host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
+    table_path, summary_path = run_dir / "metrics.csv", run_dir / "summary.json"
+    table = None
+    if process == 0:
+        table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
+        host_state = restore(host_state, config, run_dir)
+    host_state = broadcast_one_to_all(host_state)
+    state = my_part(host_state)
+    updates_done = int(host_state.update[0, 0])
+    # Not whole if the length or num_evals has changed.
+    calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
+    if calls_left == 0 and summary_path.exists():
+        print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
+        return json.loads(summary_path.read_text())
+    options = {"script": SCRIPT, **vars(config)}
+    wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
+    if num_processes == 1:  # otherwise the first call compiles
+        steps = config.num_updates * config.batch_size
+        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        compile_start = time.perf_counter()
+        train = train.lower(state).compile()
+        print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
+
+    if process == 0:  # nothing in the folder changes until the run can start
+        run_dir.mkdir(parents=True, exist_ok=True)
+        table = table or open_table(table_path, "x+")
+        # Keep the header and the rows up to the checkpoint.
+        lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
+        table.seek(len("".join(lines)))
+        table.truncate()
+        summary_path.unlink(missing_ok=True)
+        write(run_dir / "config.json", json.dumps(options, indent=2).encode())
+        if FILE:
+            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        if wandb_run and lines:
+            track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    style = {"unit": " steps", "unit_scale": True, "ncols": 80, "disable": process > 0}
+    with tqdm.tqdm(total=calls_left * call_steps, **style) as bar:
+        for call in range(calls_left):
+            call_start = time.perf_counter()
+            state, metrics = train(state)
+            # [S, updates], the same on all devices.
+            metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
+            steps_per_second = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
+                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+            host_state = process_allgather(state, tiled=True)
+            if process == 0:
+                first = 1 + updates_done + call * config.updates_per_eval
+                append_rows(table, config, first, metrics)
+                if wandb_run:
+                    track(wandb_run, config, first, metrics)
+                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+            bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
+            bar.update(call_steps)
+
+    returns, seconds = host_state.eval_return[0], time.perf_counter() - start
+    summary = options | {
+        "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "seconds": seconds,  # since the last start, including compilation
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
-        "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "best_eval_return_mean": float(saved.best_return.mean()),
-        "absolute_return_mean": float(saved.absolute_return.mean()),
-        "train_seconds": train_seconds,
-        "steps_per_second": len(calls) * call_steps / (train_seconds or 1),
+        "best_return_per_seed": host_state.best_return[0].tolist(),
     }
-    write(path, json.dumps(summary, indent=2).encode())
-    if run:
-        run.summary.update(summary)
-        run.finish()
-    if is_first:
-        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
+    if process == 0:
+        write(summary_path, json.dumps(summary, indent=2).encode())
+        table.close()
+        interval = ""
+        if config.num_seeds > 1:  # 95% confidence, by Student's t
+            interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
+        print(f"return {returns.mean():.4g}{interval}\npython plot.py {run_dir}")
+        print(f"python enjoy.py {run_dir} --video {run_dir / 'video.gif'}")
+    if wandb_run:
+        wandb_run.summary.update(summary)
+        wandb_run.finish()
     return summary
 
 
 def cli():
-    """Bad input exits with code 2."""
+    """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
-        stored = json.loads(path.read_text()) if config.run_dir and path.exists() else {}
-        if stored.get("script") == SCRIPT:
-            stored = {k: stored[k] for k in vars(config) if k in stored}
-            config = tyro.cli(Config, default=Config(**stored))
+        if config.run_dir and path.exists():
+            stored = json.loads(path.read_text())
+            if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
+                raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
+            default = Config(**{name: stored[name] for name in vars(config) if name in stored})
+            config = tyro.cli(Config, default=default)
+            if config.batch_size != default.batch_size:
+                raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).split("\n")[0], file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
-if __name__ == "__main__": cli()  # fmt: skip
+if __name__ == "__main__":
+    cli()

@@ -7,13 +7,13 @@ Evaluations play full episodes. The training return of an update averages the ep
 in it, at first only the short ones, and is biased by that.
 
 Runs of one script on one environment with the same options share a line: their seeds are pooled.
-Of runs with the same `--seed`, whose agents are the same, the one with the most is drawn.
+A copy of a script under another name is another script. Of runs with the same `--seed`, whose
+agents are the same, the one with the most is drawn.
 The line is the interquartile mean over seeds (of fewer than four: the mean), the band its 95 %
 percentile bootstrap interval, as in rliable (Agarwal et al. 2021, arXiv 2108.13264). Environments
 are resampled and drawn separately.
 
-Training time includes evaluation (for the last point also the absolute metric), not compilation.
-All seeds of a run share it.
+Training time includes evaluation, not compilation. All seeds of a run share it.
 """
 
 import argparse
@@ -62,8 +62,7 @@ FAINT = {"alpha": 0.35, "linewidth": 1.0}
 
 POINTS = 100  # of a line; updates in between are averaged
 # Options in which runs of one line may differ.
-POOLED = ["seed", "num_seeds", "num_devices", "updates_per_eval", "run_dir", "track", "distributed"]
-POOLED += ["device", "versions"]
+POOLED = ["seed", "num_seeds", "run_dir", "track", "distributed"]
 
 
 class RunError(Exception):

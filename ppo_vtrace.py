@@ -1,38 +1,60 @@
 """Recurrent PPO with V-trace advantages and prioritized segments, written with flax NNX.
 
 Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from the policy that
-collected the rollout. Here every minibatch recomputes its advantages under the current actor and
-critic: generalized advantage estimation with the truncated importance weights of V-trace (Espeholt
-et al. 2018, arXiv 1802.01561, eq. 1). A segment is the rollout of one environment. Each epoch draws
-segments without replacement, favoring large advantages; weighted losses reduce this bias. Also:
+collected the rollout. Here, every minibatch recomputes its advantages under the current policy and
+value function: GAE (Schulman et al. 2015, arXiv 1506.02438) with the truncated importance weights
+of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is the rollout of one environment.
+Each epoch draws segments without replacement, favoring large advantages; weights in the loss
+reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
-  value of the true final observation, with the memory of that moment (arXiv 1712.00378);
-- raw actions are stored; only the environment receives them mapped to its bounds;
-- advantages are normalized per minibatch, across all devices; segments are drawn per device.
+  value of the final observation, with the memory of that moment;
+- raw actions are stored; only the environment receives them within its bounds;
+- the advantages of a minibatch are normalized across all devices; each draws its own segments.
 
-Shapes: T steps, N environments and minibatch B per device, D devices, S seeds.
+Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B segments.
 
-    python ppo_vtrace.py --hide-velocity --num-seeds 5 --num-evals 20
-
-Pendulum-v1 without velocity: return -208 ± 7 (no memory: -1063 ± 22).
+    python ppo_vtrace.py --hide-velocity --num-seeds 5
 """
 
 # /// script
 # dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro", "wandb"]
 # ///
 
+import csv
 import dataclasses
 import difflib
+import fcntl
 import json
+import math
 import os
+import re
+import shlex
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-# Avoids an XLA:CPU deadlock with vmapped loops.
-os.environ.setdefault("XLA_FLAGS", "")
-os.environ["XLA_FLAGS"] += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+# Works around an XLA:CPU deadlock with vmapped loops (jax 0.10).
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
+)
+FILE = globals().get("__file__", "")  # empty in a notebook
+SCRIPT = Path(FILE or "ppo_vtrace").stem  # names the runs, and a renamed copy is another script
+COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
+
+
+def stop_on_interrupt():
+    """Ctrl-C ends the process at once, even during an import or inside a compiled program."""
+    signal.sigwait([signal.SIGINT])
+    print("\ninterrupted; to continue:", shlex.join(COMMAND), file=sys.stderr, flush=True)
+    os._exit(130)
+
+
+if __name__ == "__main__" and FILE:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])  # here and in all later threads
+    threading.Thread(target=stop_on_interrupt, daemon=True).start()
 
 import distrax
 import flax
@@ -46,13 +68,12 @@ import tyro
 from flax import nnx
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 from jax.extend.backend import clear_backends
-
-SCRIPT = "ppo_vtrace"
+from scipy import stats
 
 
 # ----------------------------------------- config
-class ConfigError(Exception):
-    """Invalid input."""
+class ConfigError(ValueError):
+    """Invalid options. The command line reports them without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,62 +82,54 @@ class Config:
 
     # Environment
     env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>
-    env_params: str = ""  # JSON object of environment parameters
-    hide_velocity: bool = False  # observe positions only (CartPole-v1, Pendulum-v1)
-    total_timesteps: float = 5e5  # environment steps per seed (at most)
+    env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 64  # parallel environments per seed, over all devices
-    num_steps: int = 32  # rollout length
+    hide_velocity: bool = False  # observe positions only (CartPole-v1, Pendulum-v1)
     # Algorithm
-    update_epochs: int = 8  # epochs per rollout
+    total_timesteps: float = 5e5  # environment steps per seed, approximately
+    num_steps: int = 32  # rollout length
+    update_epochs: int = 8  # passes over each rollout
     num_minibatches: int = 8  # minibatches per epoch
-    recompute_advantages: bool = True  # for every minibatch; if off, once per rollout
-    rho_clip: float = 1.0  # V-trace's rho-bar: cap on the ratio that weights a TD error
-    c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
-    draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
-    priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
-    priority_beta: float = 0.4  # initial exponent of the draw's importance weight, annealed to 1
-    cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
-    memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
-    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # for continuous actions
-    normalize_reward: bool = True  # divide rewards by the std of their rolling discounted sum
-    hidden_size: int = 64  # units of the encoder and of the cell
+    hidden_size: int = 64  # units of each encoder and cell
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
     gamma: float = 0.97  # discount factor
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
-    clip_value: bool = False  # clip the change in value to ±clip_eps
-    ent_coef: float = 0.0  # entropy bonus coefficient
+    clip_value: bool = False  # also clip the change in value to clip_eps
+    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
-    max_grad_norm: float = 0.5  # clip gradients to this norm
-    target_kl: float | None = None  # drop further epochs above this approximate KL
+    max_grad_norm: float = 0.5  # clip gradients to this global norm
+    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # for continuous actions
+    normalize_reward: bool = True  # divide rewards by the deviation of their discounted sums
+    cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
+    memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
+    recompute_advantages: bool = True  # for every minibatch; if off, once per rollout
+    rho_clip: float = 1.0  # V-trace's rho-bar: cap on the ratio that weights a TD error
+    c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
+    draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
+    priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
+    priority_beta: float = 0.4  # first exponent of the draw's importance weights, annealed to 1
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # seeds trained in parallel
+    num_seeds: int = 1  # agents trained in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation
-    eval_greedy: bool = False  # act greedily during evaluation
-    run_dir: str = ""  # run folder to start or continue; empty: a new one
+    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder to start from: the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
-    def __post_init__(self):
-        for name, value in vars(self).items():
-            zero = ("seed", "gamma", "gae_lambda", "ent_coef", "vf_coef", "priority_alpha")
-            low = 0 if name in (*zero, "priority_beta") else 1e-12
-            high = 1 if name in ("gamma", "gae_lambda", "draw_fraction", "priority_beta") else 1e18
-            if type(value) in (int, float) and not low <= value <= high:
-                raise ConfigError(f"{name} = {value} is not in {'(' if low else '['}0, {high:g}]")
-
     @property
     def batch_size(self) -> int:
-        """Environment steps per update, over all devices."""
+        """Environment steps per update and seed, over all devices."""
         return self.num_envs * self.num_steps
 
     @property
     def updates_per_eval(self) -> int:
-        return int(self.total_timesteps) // (self.batch_size * self.num_evals)
+        return max(1, round(self.total_timesteps / self.batch_size / self.num_evals))
 
     @property
     def num_updates(self) -> int:
@@ -127,36 +140,44 @@ class Config:
 POSITIONS = {"CartPole-v1": np.array([0, 2]), "Pendulum-v1": np.array([0, 1])}  # indices into obs
 
 
-def make_env(config: Config) -> tuple:
-    """Edit here to bring your own environment; episodes must end. Raises ConfigError.
+def make_env(config: Config):
+    """Replace this to bring your own environment. Returns reset, step, num_actions, is_discrete.
 
-    Returns reset(key) -> (obs, env_state), step(key, env_state, action) -> (obs, env_state, reward,
-    terminated, truncated, next_obs), the number or dimension n of actions, and whether they are
-    discrete. `step` resets after an episode: `obs` then starts the next one, but `next_obs` is the
-    true final observation. Continuous actions lie in [-1, 1]^n.
+    reset(key) -> obs, env_state
+    step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
+
+    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
+    `step` resets the environment: `obs` is then the first observation of the next episode, and
+    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
+    Continuous actions are in [-1, 1]^A; A is their number.
     """
-    if config.env_id.startswith("brax/"):
-        if config.hide_velocity:
-            raise ConfigError("hide_velocity does not work with Brax")
-        return make_brax_env(config)
-    names = gymnax.registered_envs
+    tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
+    tasks += " inverted_pendulum inverted_double_pendulum"
+    names = [*gymnax.registered_envs, *(f"brax/{task}" for task in tasks.split())]
     if config.env_id not in names:
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {', '.join(nearest)}?")
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
     if config.hide_velocity and config.env_id not in POSITIONS:
-        raise ConfigError(f"hide_velocity: add {config.env_id} to POSITIONS")
-    env, params = gymnax.make(config.env_id)
+        raise ConfigError(f"hide_velocity works in {' and '.join(POSITIONS)} only")
+    is_brax = config.env_id.startswith("brax/")
+    brax_default = None, gymnax.EnvParams(max_steps_in_episode=1000)
+    env, default = brax_default if is_brax else gymnax.make(config.env_id)
     try:
-        params = params.replace(**json.loads(config.env_params or "{}"))
+        params = default.replace(**json.loads(config.env_params))
+        for name, value in vars(default).items():
+            if type(getattr(params, name)) is not type(value):
+                raise TypeError(f"{name} must be a {type(value).__name__}")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known: {', '.join(vars(params))}") from None
-    space = env.action_space(params)
-    obs_space = env.observation_space(params)
-    is_discrete = hasattr(space, "n")
+        raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
+    if is_brax:
+        return make_brax_env(config.env_id, params.max_steps_in_episode)
+    obs_space, action_space = env.observation_space(params), env.action_space(params)
+    is_discrete = hasattr(action_space, "n")
     visible = POSITIONS[config.env_id] if config.hide_velocity else slice(None)
 
     def encode(obs):
-        return obs[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        obs = obs.ravel()[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        return obs.astype(jnp.float32)
 
     def reset(key):
         obs, env_state = env.reset(key, params)
@@ -164,93 +185,80 @@ def make_env(config: Config) -> tuple:
 
     def step(key, env_state, action):
         if not is_discrete:
-            action = space.low + (space.high - space.low) * (action + 1) / 2
+            low, high = action_space.low, action_space.high
+            action = low + (high - low) * (action.astype(float) + 1) / 2  # as precise as env_state
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
         next_obs = encode(info["final_observation"])
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
-    return reset, step, space.n if is_discrete else space.shape[0], is_discrete
+    return reset, step, action_space.n if is_discrete else action_space.shape[0], is_discrete
 
 
-def make_brax_env(config: Config) -> tuple:
-    """brax/<name>; its one parameter is the time limit, 1000 steps by default."""
+def make_brax_env(env_id: str, time_limit: int):
     try:
         import brax.envs
     except ImportError:
-        raise ConfigError(f"{config.env_id} needs Brax: pip install brax") from None
-    names = [f"brax/{name}" for name in brax.envs._envs]
-    if config.env_id not in names:
-        raise ConfigError(f"unknown env_id {config.env_id}; known: {', '.join(names)}")
-    try:
-        params = {"max_steps_in_episode": 1000} | json.loads(config.env_params or "{}")
-        (time_limit,) = map(int, params.values())
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"env_params: {error}; known: max_steps_in_episode") from None
-    env = brax.envs.create(config.env_id.removeprefix("brax/"), time_limit, auto_reset=False)
+        raise ConfigError(f"{env_id} needs Brax: pip install brax") from None
+    env = brax.envs.create(env_id.removeprefix("brax/"), time_limit, auto_reset=False)
 
     def reset(key):
         env_state = env.reset(key)
-        return env_state.obs, env_state
+        return jnp.float32(env_state.obs), env_state
 
     def step(key, env_state, action):
         last = env.step(env_state, action)
         done, truncated = last.done > 0, last.info["truncation"] > 0
-        # Brax's own auto-reset would always return to the same state.
-        env_state = optax.tree.where(done, env.reset(key), last)
-        return env_state.obs, env_state, last.reward, done & ~truncated, truncated, last.obs
+        env_state = optax.tree.where(done, env.reset(key), last)  # Brax's own repeats one state
+        obs, next_obs = jnp.float32(env_state.obs), jnp.float32(last.obs)
+        return obs, env_state, jnp.float32(last.reward), done & ~truncated, truncated, next_obs
 
     return reset, step, env.action_size, False
 
 
 # ---------------------------------------- network
-def dense(inputs: int, features: int, scale: float, rngs: nnx.Rngs) -> nnx.Linear:
+def dense(num_inputs: int, features: int, rngs: nnx.Rngs, scale: float = 2**0.5) -> nnx.Linear:
     init = nnx.initializers.orthogonal(scale)
-    return nnx.Linear(inputs, features, kernel_init=init, rngs=rngs)
+    return nnx.Linear(num_inputs, features, kernel_init=init, rngs=rngs)
 
 
 class GaussianPolicy(distrax.Independent):
-    """Independent normal distributions; the environment receives the clipped action."""
+    """Normal distributions of the raw action."""
 
-    def to_env(self, raw: jax.Array) -> jax.Array:
-        return jnp.clip(raw, -1.0, 1.0)
+    def to_env(self, raw):
+        return jnp.clip(raw, -1, 1)
 
 
 class TanhGaussianPolicy(distrax.Independent):
-    """Independent normal distributions over raw; log_prob and entropy are those of tanh(raw)."""
+    """Normal distributions of the raw action; log_prob and entropy are those of tanh(raw)."""
 
-    def to_env(self, raw: jax.Array) -> jax.Array:
+    def to_env(self, raw):
         return jnp.tanh(raw)
 
-    def log_slope(self, raw: jax.Array) -> jax.Array:
-        """Sum of log(1 - tanh(raw)^2) (arXiv 1801.01290, appendix C), in a stable form."""
-        return 2 * (jnp.log(2.0) - raw - jax.nn.softplus(-2 * raw)).sum(-1)
+    def log_prob(self, raw):
+        return super().log_prob(raw) - distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
 
-    def log_prob(self, raw: jax.Array) -> jax.Array:
-        return super().log_prob(raw) - self.log_slope(raw)
-
-    def entropy(self) -> jax.Array:
-        nodes, weights = np.polynomial.hermite_e.hermegauss(16)  # quadrature of E[log_slope]
-        slope = lambda node: self.log_slope(self.mean() + self.stddev() * node)
-        return super().entropy() + jnp.tensordot(weights / weights.sum(), jax.vmap(slope)(nodes), 1)
+    def entropy(self):
+        nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))  # quadrature
+        raw = self.mean() + self.stddev() * nodes.reshape(-1, *[1] * self.mean().ndim)
+        slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
+        return super().entropy() + jnp.average(slope, 0, weights)
 
 
 class Moments(NamedTuple):
-    """Running mean and variance."""
+    """Mean and variance of all that was seen; sums would lose precision."""
 
     mean: jax.Array
     var: jax.Array
-    count: jax.Array  # [] float32
+    count: jax.Array  # []
 
 
 def update_moments(moments: Moments, batch: jax.Array) -> Moments:
-    """Merge [T * N, ...] from all devices (Chan et al. 1979, eq. 2.1).
-
-    Stores mean and variance: running sums would lose precision in float32.
-    """
-    mean = jax.lax.pmean(batch.mean(axis=0), "devices")
-    var = jax.lax.pmean(((batch - mean) ** 2).mean(axis=0), "devices")
-    size = len(batch) * jax.lax.axis_size("devices")
+    """Merges a batch of any leading axes, from all devices (Chan et al. 1979, eq. 2.1)."""
+    axes = tuple(range(batch.ndim - moments.mean.ndim))
+    mean = jax.lax.pmean(batch.mean(axes), "devices")
+    var = jax.lax.pmean(((batch - mean) ** 2).mean(axes), "devices")
+    size = batch.size // moments.mean.size * jax.lax.axis_size("devices")
     weight = size / (moments.count + size)
     delta = mean - moments.mean
     return Moments(
@@ -265,128 +273,128 @@ class Memory(nnx.Module):
 
     def __init__(self, obs_size: int, config: Config, rngs: nnx.Rngs):
         cell = nnx.GRUCell if config.cell == "gru" else nnx.LSTMCell
-        self.encoder = dense(obs_size, config.hidden_size, 2**0.5, rngs)
+        self.encoder = dense(obs_size, config.hidden_size, rngs)
         self.cell = cell(config.hidden_size, config.hidden_size, rngs=rngs)
         self.forget = not config.memory
 
-    def __call__(self, obs: jax.Array, carry: Any, reset: jax.Array):
-        """H = hidden_size; obs [T, ...], carry, reset [T] -> outputs [T, H], carries [T]."""
+    def __call__(self, obs: jax.Array, carry, reset: jax.Array):
+        """obs [T, ..., F], carry [..., H], reset [T, ...] -> outputs, carries [T, ..., H]"""
 
         def step(carry, x):
-            features, clear = x
-            carry = jax.tree.map(lambda c: jnp.where(clear, 0, c), carry)
+            features, reset = x
+            carry = jax.tree.map(lambda c: jnp.where(reset[..., None], 0, c), carry)
             carry, output = self.cell(carry, features)
             return carry, (output, carry)
 
-        features = nnx.tanh(self.encoder(obs.reshape(len(obs), -1)))
+        features = nnx.tanh(self.encoder(obs))
         return jax.lax.scan(step, carry, (features, reset | self.forget))[1]
 
 
 class ActorCritic(nnx.Module):
-    """Actor and critic without shared layers."""
+    """A policy and a value function, each with a memory of its own."""
 
     def __init__(
         self, obs_size: int, num_actions: int, policy: str, config: Config, rngs: nnx.Rngs
     ):
         self.actor = Memory(obs_size, config, rngs)
         self.critic = Memory(obs_size, config, rngs)
-        self.output = dense(config.hidden_size, num_actions, 0.01, rngs)
-        self.value = dense(config.hidden_size, 1, 1.0, rngs)
+        self.actor_head = dense(config.hidden_size, num_actions, rngs, 0.01)
+        self.critic_head = dense(config.hidden_size, 1, rngs, 1.0)
         if policy != "categorical":
-            self.log_std = nnx.Param(jnp.zeros(num_actions))
+            self.log_std = nnx.Param(jnp.zeros(num_actions, jnp.float32))
         self.policy = policy
 
-    def __call__(self, obs: jax.Array, hidden: Any, reset: jax.Array):
-        """obs [T, ...], hidden, reset [T] -> output, value and hidden of all T steps."""
-        x, actor_hidden = self.actor(obs, hidden[0], reset)
-        output = self.output(x)
-        x, critic_hidden = self.critic(obs, hidden[1], reset)
-        value = self.value(x).squeeze(-1)
-        return output, value, (actor_hidden, critic_hidden)
+    def __call__(self, obs: jax.Array, hidden, reset: jax.Array):
+        """obs [T, ..., F], hidden [..., H], reset [T, ...] -> policy, value, hidden [T, ...]"""
+        output, value, hidden = self.unroll(obs, hidden, reset)
+        return self.policy_of(output), value, hidden
 
-    def policy_of(self, output: jax.Array):
-        """[..., n] -> distribution of actions."""
+    def step(self, obs: jax.Array, hidden, reset: jax.Array):
+        """obs [..., F], hidden [..., H], reset [...] -> policy, value, hidden [...]"""
+        outputs = self.unroll(obs[None], hidden, reset[None])
+        output, value, hidden = jax.tree.map(lambda x: x[0], outputs)
+        return self.policy_of(output), value, hidden
+
+    def unroll(self, obs, hidden, reset):
+        actor, actor_hidden = self.actor(obs, hidden[0], reset)
+        critic, critic_hidden = self.critic(obs, hidden[1], reset)
+        value = self.critic_head(critic).squeeze(-1)
+        return self.actor_head(actor), value, (actor_hidden, critic_hidden)
+
+    def policy_of(self, output):
         if self.policy == "categorical":
-            return distrax.Categorical(output)
-        std = jnp.broadcast_to(jnp.exp(self.log_std[...]), output.shape)
+            return distrax.Categorical(logits=output)
         kind = GaussianPolicy if self.policy == "gaussian" else TanhGaussianPolicy
-        return kind(distrax.Normal(output, std), 1)
+        return kind(distrax.Normal(output, jnp.exp(self.log_std[...])), 1)
 
 
-# ---------------------------------------- rollout
+# -------------------------------------- algorithm
 class Transition(NamedTuple):
-    """One step of one environment."""
-
     obs: jax.Array
-    reset: jax.Array  # clear memory before reading obs
-    hidden: Any  # carries of the cells before reading obs
-    action: jax.Array  # raw, if continuous
+    reset: jax.Array  # obs starts an episode: the memory is cleared before reading it
+    action: jax.Array
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
-    next_obs: jax.Array  # the true one, even at the end of an episode
     done: jax.Array  # terminated or truncated
-    episode: jax.Array  # [3] return, length, rolling discounted sum
+    next_obs: jax.Array  # what the action led to, also at the end of an episode
+    episode_return: jax.Array  # up to and including this step
+    episode_length: jax.Array
+    discounted_sum: jax.Array  # of rewards up to and including this one, older ones discounted
 
 
 class RunnerState(NamedTuple):
-    """Rollout carry of one environment."""
+    """What one environment carries from step to step."""
 
-    key: jax.Array  # [2] raw, so a checkpoint can hold it
+    key: jax.Array
     obs: jax.Array
     env_state: Any
-    hidden: Any  # carries of the cells before reading obs
-    done: jax.Array = np.bool(False)  # of the previous step
-    episode: jax.Array = np.zeros(3, np.float32)  # of the previous step
+    hidden: Any  # of actor and critic, before reading obs
+    done: jax.Array  # the previous step ended an episode
+    episode_return: jax.Array
+    episode_length: jax.Array
+    discounted_sum: jax.Array
 
 
 class TrainState(NamedTuple):
-    """Training carry of one seed; outside make_train, with leading axes [D, S]."""
+    """What one seed carries from update to update, on one device."""
 
-    key: jax.Array  # [2]
+    key: jax.Array
     params: Any
     opt_state: Any
-    runner: RunnerState  # [N]
-    best: Any  # parameters that scored best_return
-    return_stats: Moments = Moments(np.float32(0), np.float32(1), np.float32(0))  # discounted sums
-    update: jax.Array = np.int32(0)
-    eval_return: jax.Array = np.float32(np.nan)
-    best_return: jax.Array = np.float32(-np.inf)
-    absolute_return: jax.Array = np.float32(0)  # of `best`, on new episodes
+    return_stats: Moments
+    runners: RunnerState  # [N]
+    update: jax.Array
+    eval_return: jax.Array  # of the latest evaluation
+    best_return: jax.Array
+    best_params: Any
 
 
-def episode_stats(rollout: Transition) -> dict[str, jax.Array]:
-    """Means over the episodes that ended in a rollout [T, N]; NaN if none did."""
-    count = jax.lax.psum(rollout.done.sum(dtype=jnp.float32), "devices")
-    mean = jax.lax.psum((rollout.episode * rollout.done[..., None]).sum((0, 1)), "devices") / count
-    return {"episode/return": mean[0], "episode/length": mean[1], "episode/count": count}
+def scale_reward(rollout: Transition, return_stats: Moments):
+    """Divides rewards [T, N] by the deviation of their discounted sums (arXiv 2005.12729, sec. 3).
 
-
-def scale_reward(rollout: Transition, return_stats: Moments) -> tuple[Transition, Moments]:
-    """Divide rewards [T, N] by the standard deviation of their rolling discounted sums.
-
-    Engstrom et al. 2020 (arXiv 2005.12729), section 3. Clipped to ±10, as in VecNormalize:
-    otherwise a first reward of 1 after many zeros could reach hundreds.
+    The clipping is that of VecNormalize: a first reward of 1 after many zeros could become
+    hundreds. Returns rollout, return_stats.
     """
-    return_stats = update_moments(return_stats, rollout.episode[..., 2].reshape(-1))
+    return_stats = update_moments(return_stats, rollout.discounted_sum)
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
     return rollout._replace(reward=reward), return_stats
 
 
-# -------------------------------------- advantage
-def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: Config):
+def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config):
     """V-trace (arXiv 1802.01561, eq. 1 and remark 2) as generalized advantage estimation.
 
-    All arrays are [T, ...]. `ratio` is that of the current policy to the one that acted,
-    `next_value` the value of the true next observation, and `done` is terminated | truncated. With
-    ratio 1 and caps >= 1 this is GAE (arXiv 1506.02438, eq. 16). Returns (advantage, target). The
-    advantage contains a capped ratio and ppo_loss applies the ratio again; V-trace applies it once.
+    All arrays are [T, ...]. value and next_value are those of obs and next_obs under the current
+    value function; ratio is that of the current policy to the one that acted. With ratio 1 and caps
+    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). The advantage contains a capped ratio and
+    ppo_loss applies the ratio again; V-trace applies it once. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any episode end cuts the trace.
-    delta = reward + config.gamma * (1.0 - terminated) * next_value - value
+    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    delta = rollout.reward + config.gamma * next_value - value
     delta *= jnp.minimum(ratio, config.rho_clip)
-    decay = config.gamma * config.gae_lambda * (1.0 - done)
+    decay = config.gamma * config.gae_lambda * (1 - rollout.done)
     decay *= jnp.minimum(ratio, config.c_clip)
 
     def step(advantage, x):
@@ -394,32 +402,47 @@ def compute_vtrace(ratio, reward, value, next_value, terminated, done, config: C
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[-1]), (delta, decay), reverse=True)
+    _, advantage = jax.lax.scan(step, jnp.zeros_like(delta[0]), (delta, decay), reverse=True)
     return advantage, advantage + value
 
 
-# ------------------------------------------- loss
-def ppo_loss(params, replay, batch: Transition, advantage, target, weight, config: Config):
-    """Clipped surrogate (arXiv 1707.06347, eq. 7), value loss and entropy bonus (eq. 9).
+def draw_segments(key, priority, count: int):
+    """Draws `count` segments without replacement, in proportion to priority [N] > 0: Gumbel top-k.
 
-    All arrays are [B, T, ...], except weight [B] and batch.hidden [B, 1, ...]; the advantage is
-    normalized. Only policy and value loss are weighted. Returns (loss, metrics).
+    Returns rows [count] and each one's probability of being drawn, given the best score left out:
+    P(score > left_out) = 1 - exp(-priority / exp(left_out)) (Kool et al. 2019, arXiv 1903.06059,
+    section 4).
     """
-    policy, value, _ = jax.vmap(replay, (None, 0))(params, batch)
+    score = jnp.log(priority) + jax.random.gumbel(key, priority.shape, priority.dtype)
+    order = jnp.argsort(-score)
+    left_out = score[order[count]] if count < len(order) else -jnp.inf
+    rows = order[:count]
+    return rows, -jnp.expm1(-priority[rows] * jnp.exp(-left_out))
+
+
+def ppo_loss(
+    params, graphdef, batch: Transition, hidden, advantage, target, weight, ent_coef, config: Config
+):
+    """Clipped surrogate objective, value loss and entropy bonus (arXiv 1707.06347, eq. 7 and 9).
+
+    All arrays are [T, B, ...], except hidden [B, H] before the first step and the weight [B] of
+    each segment in the policy and value loss. Returns loss, metrics.
+    """
+    network = nnx.merge(graphdef, params)
+    policy, value, _ = network(batch.obs, hidden, batch.reset)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
     ratio = jnp.exp(log_ratio)
     clipped_ratio = jnp.clip(ratio, 1 - config.clip_eps, 1 + config.clip_eps)
     surrogate = jnp.minimum(ratio * advantage, clipped_ratio * advantage)
-    policy_loss = -(weight[:, None] * surrogate).mean()
+    policy_loss = -(weight * surrogate).mean()
     value_error = (value - target) ** 2
     if config.clip_value:
         change = jnp.clip(value - batch.value, -config.clip_eps, config.clip_eps)
         value_error = jnp.maximum(value_error, (batch.value + change - target) ** 2)
-    value_loss = 0.5 * (weight[:, None] * value_error).mean()
+    value_loss = 0.5 * (weight * value_error).mean()
     entropy = policy.entropy().mean()
-    loss = policy_loss + config.vf_coef * value_loss - config.ent_coef * entropy
+    loss = policy_loss + config.vf_coef * value_loss - ent_coef * entropy
     return loss, {
-        "loss/total": loss,
         "loss/policy": policy_loss,
         "loss/value": value_loss,
         "policy/entropy": entropy,
@@ -428,90 +451,70 @@ def ppo_loss(params, replay, batch: Transition, advantage, target, weight, confi
     }
 
 
-# ------------------------------------------ train
-def draw_segments(key, priority, count: int) -> tuple[jax.Array, jax.Array]:
-    """Gumbel top-k: draw `count` segments without replacement, in proportion to priority [N] > 0.
+def make_train(config: Config):
+    """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    Returns rows [count] and each one's probability of being drawn, given the best score left
-    out: P(score > left_out) = 1 - exp(-priority / exp(left_out)) (Kool et al. 2019, arXiv
-    1903.06059, section 4).
-    """
-    score = jnp.log(priority) + jax.random.gumbel(key, priority.shape)
-    order = jnp.argsort(-score)
-    left_out = score[order[count]] if count < len(order) else -jnp.inf
-    rows = order[:count]
-    return rows, -jnp.expm1(-priority[rows] * jnp.exp(-left_out))
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
+    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
+    on full episodes and keeps its best parameters.
 
-
-def make_train(config: Config) -> tuple:
-    """Returns init, train and (for sweeps: docs/runs.md) init_seed, train_seed. Raises ConfigError.
-
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. `train` runs
-    `updates_per_eval` updates of each seed, then evaluates. Metrics [D, updates, S] are NaN
-    where unmeasured.
+    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
+    them inside a pmap or vmap with the axis name "devices".
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     num_drawn = round(num_envs * config.draw_fraction)  # segments per epoch
     if config.num_envs % num_devices:
-        raise ConfigError(f"num_envs = {config.num_envs} is not divisible by {num_devices} devices")
-    if not num_drawn or num_drawn % config.num_minibatches:
-        multiple = f"a positive multiple of num_minibatches = {config.num_minibatches}"
-        raise ConfigError(f"num_envs * draw_fraction is {num_drawn} per device: not {multiple}")
-    if config.updates_per_eval < 1:
-        raise ConfigError(f"total_timesteps must be >= {config.num_evals * config.batch_size}")
+        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+    if num_drawn not in range(config.num_minibatches, num_envs + 1, config.num_minibatches):
+        raise ConfigError(
+            f"draw_fraction = {config.draw_fraction} draws {num_drawn} of {num_envs} segments, "
+            f"which num_minibatches = {config.num_minibatches} must divide"
+        )
     env_reset, env_step, num_actions, is_discrete = make_env(config)
-    policy_type = "categorical" if is_discrete else config.policy
-    obs_size = jax.eval_shape(env_reset, jax.random.key(0))[0].size
-    # Parameters live in a plain dict, for optax and the checkpoint; graphdef is the rest.
-    build = lambda key: ActorCritic(obs_size, num_actions, policy_type, config, nnx.Rngs(key))
-    graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.key(0)))
-    decay = jnp.array([1.0, 1.0, config.gamma])  # per-step factors of Transition.episode
-    kl_limit = jnp.inf if config.target_kl is None else config.target_kl
+    policy = "categorical" if is_discrete else config.policy
+    obs, _ = jax.eval_shape(env_reset, jax.random.PRNGKey(0))
+    build = lambda key: ActorCritic(obs.size, num_actions, policy, config, nnx.Rngs(key))
+    # An NNX module holds its parameters. Here they are a plain dictionary, for optax and the
+    # checkpoint, and nnx.merge(graphdef, params) is the module.
+    graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.PRNGKey(0)))
+    gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
+    psum = lambda x: jax.lax.psum(x, "devices")
 
-    def learning_rate(update):
-        return jnp.float32(config.lr * (1 - config.anneal_lr * update / config.num_updates))
+    def schedule(value, anneal):
+        """A function of the gradient step: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
 
-    def optimizer(update):  # constant lr within an update
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
-        return optax.chain(clip, optax.adam(learning_rate(update), eps=1e-5))
+    lr_schedule = schedule(config.lr, config.anneal_lr)
+    ent_schedule = schedule(config.ent_coef, config.anneal_ent)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.scale_by_adam(eps=1e-5),
+        optax.scale_by_learning_rate(lr_schedule),
+    )
 
     def start_episode(key):
         key, reset_key = jax.random.split(key)
-        zeros = jnp.zeros(config.hidden_size)
+        obs, env_state = env_reset(reset_key)
+        zeros = jnp.zeros(config.hidden_size, jnp.float32)
         carry = zeros if config.cell == "gru" else (zeros, zeros)
-        return RunnerState(key, *env_reset(reset_key), hidden=(carry, carry))
+        return RunnerState(
+            key=key,
+            obs=obs,
+            env_state=env_state,
+            hidden=(carry, carry),
+            done=jnp.bool(False),
+            episode_return=jnp.float32(0),
+            episode_length=jnp.float32(0),
+            discounted_sum=jnp.float32(0),
+        )
 
-    def infer(params, obs, hidden, reset):
-        """One step of one environment -> policy, value [], hidden."""
-        obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
-        network = nnx.merge(graphdef, params)
-        outputs = network(obs, hidden, reset)
-        output, value, hidden = jax.tree.map(lambda x: x[0], outputs)
-        return network.policy_of(output), value, hidden
-
-    def replay(params, segment):
-        """Rerun a segment [T] from its first stored carry -> policy, value and hidden [T]."""
-        first = jax.tree.map(lambda x: x[0], segment.hidden)
-        network = nnx.merge(graphdef, params)
-        output, value, hidden = network(segment.obs, first, segment.reset)
-        return network.policy_of(output), value, hidden
-
-    def vtrace(params, segment):
-        """Advantage and target [T] under `params`."""
-        policy, value, hidden = replay(params, segment)
-        infer_next = jax.vmap(infer, (None, 0, 0, None))
-        # `hidden` has read obs; next_obs is of the same episode: no reset.
-        _, next_value, _ = infer_next(params, segment.next_obs, hidden, jnp.bool(False))
-        ratio = jnp.exp(policy.log_prob(segment.action) - segment.log_prob)
-        steps = (segment.reward, value, next_value, segment.terminated, segment.done)
-        return compute_vtrace(ratio, *steps, config)
-
-    def step(params, runner, greedy=False):
+    def act(params, runner: RunnerState, greedy=False):
         """One step of one environment."""
         key, action_key, step_key = jax.random.split(runner.key, 3)
-        policy, value, hidden = infer(params, runner.obs, runner.hidden, runner.done)
+        network = nnx.merge(graphdef, params)
+        policy, value, hidden = network.step(runner.obs, runner.hidden, runner.done)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         env_action = action if is_discrete else policy.to_env(action)
         outcome = env_step(step_key, runner.env_state, env_action)
@@ -519,267 +522,371 @@ def make_train(config: Config) -> tuple:
         transition = Transition(
             obs=runner.obs,
             reset=runner.done,
-            hidden=runner.hidden,
             action=action,
             log_prob=policy.log_prob(action),
             value=value,
             reward=reward,
             terminated=terminated,
-            next_obs=next_obs,
             done=terminated | truncated,
-            episode=runner.episode * ~runner.done * decay + jnp.stack([reward, 1.0, reward]),
+            next_obs=next_obs,
+            episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
+            episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
+            discounted_sum=config.gamma * jnp.where(runner.done, 0, runner.discounted_sum) + reward,
         )
-        runner = RunnerState(key, obs, env_state, hidden, transition.done, transition.episode)
+        runner = RunnerState(
+            key=key,
+            obs=obs,
+            env_state=env_state,
+            hidden=hidden,
+            done=transition.done,
+            episode_return=transition.episode_return,
+            episode_length=transition.episode_length,
+            discounted_sum=transition.discounted_sum,
+        )
         return runner, transition
 
-    def episode_return(params, key):
-        unfinished = lambda runner: ~runner.done
-        play = lambda runner: step(params, runner, config.eval_greedy)[0]
-        return jax.lax.while_loop(unfinished, play, start_episode(key)).episode[0]
+    def update(state: TrainState, _):
+        """A rollout and the gradient steps taken on it."""
 
-    def evaluate(i, state):
-        """Round 0 scores `params` and updates `best`; final rounds 1 to 10 score `best`."""
-        key, eval_key = jax.random.split(state.key)
-        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
-        params = optax.tree.where(i == 0, state.params, state.best)
-        result = pmean(jax.vmap(episode_return, (None, 0))(params, keys).mean())
-        improved = (i == 0) & (result > state.best_return)
-        return state._replace(
-            key=key,
-            best=optax.tree.where(improved, state.params, state.best),
-            eval_return=jnp.where(i == 0, result, state.eval_return),
-            best_return=jnp.where(improved, result, state.best_return),
-            absolute_return=jnp.where(i == 0, 0.0, state.absolute_return + result / 10),
-        )
+        def act_all(runners, _):
+            return jax.vmap(act, (None, 0))(state.params, runners)
 
-    def update_minibatch(state, minibatch):
-        batch, advantage, target, weight = minibatch  # [B, T, ...], [B]
-        if config.recompute_advantages:  # outside the gradient
-            advantage, target = jax.vmap(vtrace, (None, 0))(state.params, batch)
-        # Mean, variance and gradient span all devices.
-        advantage -= pmean(advantage.mean())
-        advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
-        loss_grad = jax.grad(ppo_loss, has_aux=True)
-        grads, metrics = loss_grad(state.params, replay, batch, advantage, target, weight, config)
-        grads, metrics = pmean((grads, metrics))
-        metrics["optim/grad_norm"] = optax.tree.norm(grads)
-        updates, opt_state = optimizer(state.update).update(grads, state.opt_state)
-        params = optax.apply_updates(state.params, updates)
-        return state._replace(params=params, opt_state=opt_state), metrics
+        runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
+        scaled, return_stats = scale_reward(rollout, state.return_stats)
+        rollout = scaled if config.normalize_reward else rollout
 
-    def update_epochs(state, samples):
-        """Drop epochs once approx_kl exceeds target_kl. Returns state, last kept metrics."""
-        _, advantage, _ = samples
-        priority = jnp.abs(advantage).mean(1) ** config.priority_alpha + 1e-8  # [N]
-        progress = state.update / config.num_updates
-        beta = config.priority_beta + (1 - config.priority_beta) * progress
+        def vtrace(params, rollout: Transition, hidden):
+            """Advantage and target under the current policy and value function."""
+            network = nnx.merge(graphdef, params)
+            policy, value, hidden = network(rollout.obs, hidden, rollout.reset)
+            # hidden has read obs, and next_obs is of the same episode.
+            _, next_value, _ = network.step(rollout.next_obs, hidden, jnp.zeros_like(rollout.done))
+            ratio = jnp.exp(policy.log_prob(rollout.action) - rollout.log_prob)
+            return compute_vtrace(rollout, value, next_value, ratio, config)
+
+        advantage, target = vtrace(state.params, rollout, state.runners.hidden)  # ratio 1: GAE
+        segments = (rollout, advantage, target)
+        priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N]
+        gradient_step = state.opt_state[-1].count  # at which the learning rate's schedule is
+        ent_coef = ent_schedule(gradient_step)  # constant within an update
+        beta = 1 - schedule(1 - config.priority_beta, anneal=True)(gradient_step)  # rises to 1
+
+        def update_minibatch(carry, minibatch):
+            params, opt_state = carry
+            rows, weight = minibatch  # [B]
+            batch, advantage, target = jax.tree.map(lambda x: x[:, rows], segments)  # [T, B, ...]
+            hidden = jax.tree.map(lambda x: x[rows], state.runners.hidden)  # [B, H]
+            if config.recompute_advantages:
+                advantage, target = vtrace(params, batch, hidden)
+            advantage -= pmean(advantage.mean())
+            advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
+            grad = jax.grad(ppo_loss, has_aux=True)
+            grads, metrics = grad(
+                params, graphdef, batch, hidden, advantage, target, weight, ent_coef, config
+            )
+            grads, metrics = pmean((grads, metrics))
+            metrics["optim/grad_norm"] = optax.tree.norm(grads)
+            updates, opt_state = optimizer.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), opt_state), metrics
 
         def update_epoch(carry, key):
-            state, stop = carry
             rows, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
-            drawn = (*jax.tree.map(lambda x: x[rows], samples), weight / weight.mean())
-            split = lambda x: x.reshape(config.num_minibatches, -1, *x.shape[1:])
-            minibatches = jax.tree.map(split, drawn)  # [num_minibatches, B, ...] by score
-            updated, metrics = jax.lax.scan(update_minibatch, state, minibatches)
-            metrics = jax.tree.map(jnp.mean, metrics)
-            state = optax.tree.where(stop, state, updated)
-            return (state, stop | (metrics["policy/approx_kl"] > kl_limit)), (metrics, stop)
+            drawn = (rows, weight / weight.mean())
+            minibatches = jax.tree.map(lambda x: x.reshape(config.num_minibatches, -1), drawn)
+            return jax.lax.scan(update_minibatch, carry, minibatches)  # [num_minibatches, B]
 
         keys = jax.random.split(state.key, 1 + config.update_epochs)
-        carry = (state._replace(key=keys[0]), jnp.bool(False))
-        (state, _), (metrics, skipped) = jax.lax.scan(update_epoch, carry, keys[1:])
-        last = jnp.sum(~skipped) - 1
-        return state, jax.tree.map(lambda x: x[last], metrics)
+        carry = (state.params, state.opt_state)
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
+        metrics |= {
+            "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
+            "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
+            "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
+            "episode/count": episodes,
+            "optim/lr": lr_schedule(gradient_step),
+        }
+        state = state._replace(
+            key=keys[0],
+            params=params,
+            opt_state=opt_state,
+            return_stats=return_stats,
+            runners=runners,
+            update=state.update + 1,
+        )
+        return state, metrics
 
-    def update_step(state, _):
-        step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)
-        runner, rollout = jax.lax.scan(step_envs, state.runner, None, config.num_steps)  # [T, N]
-        if config.normalize_reward:
-            rollout, return_stats = scale_reward(rollout, state.return_stats)
-            state = state._replace(return_stats=return_stats)
-        first = jax.tree.map(lambda x: x[:1], rollout.hidden)  # all that `replay` needs
-        rollout = rollout._replace(hidden=first)
-        segments = jax.tree.map(lambda x: x.swapaxes(0, 1), rollout)  # [N, T, ...]
-        advantage, target = jax.vmap(vtrace, (None, 0))(state.params, segments)  # GAE if caps >= 1
-        state, metrics = update_epochs(state, (segments, advantage, target))
-        # The advantage is target - value, the error of the value.
-        error, target = jax.lax.all_gather((advantage, target), "devices")
-        metrics["value/explained_variance"] = 1 - jnp.var(error) / jnp.var(target)
-        metrics["optim/lr"] = learning_rate(state.update)
-        metrics |= episode_stats(rollout)
-        return state._replace(runner=runner, update=state.update + 1), metrics
+    def play_episode(params, key):
+        """Returns the runner at the end of one full episode."""
+        unfinished = lambda runner: ~runner.done
+        play = lambda runner: act(params, runner, config.eval_greedy)[0]
+        return jax.lax.while_loop(unfinished, play, start_episode(key))
+
+    def evaluate(state: TrainState):
+        key, eval_key = jax.random.split(state.key)
+        keys = jax.random.split(eval_key, math.ceil(config.eval_episodes / num_devices))
+        runners = jax.vmap(play_episode, (None, 0))(state.params, keys)
+        eval_return = pmean(runners.episode_return.mean())
+        is_best = eval_return > state.best_return
+        state = state._replace(
+            key=key,
+            eval_return=eval_return,
+            best_return=jnp.where(is_best, eval_return, state.best_return),
+            best_params=optax.tree.where(is_best, state.params, state.best_params),
+        )
+        eval_length = pmean(runners.episode_length.mean())
+        return state, {"eval/return": eval_return, "eval/length": eval_length}
 
     def init_seed(key):
-        params_key, runner_key, key = jax.random.split(key, 3)
-        runner = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
-        # Environments differ by device; the network must not.
-        params_key = jax.lax.all_gather(params_key, "devices")[0]
+        key, params_key, runner_key = jax.random.split(key, 3)
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = nnx.to_pure_dict(nnx.state(build(params_key)))
-        return TrainState(key, params, optimizer(0).init(params), runner, best=params)
+        zero = jnp.float32(0)
+        return TrainState(
+            key=key,
+            params=params,
+            opt_state=optimizer.init(params),
+            return_stats=Moments(zero, zero, zero),
+            runners=runners,
+            update=jnp.int32(0),
+            eval_return=jnp.float32(jnp.nan),
+            best_return=jnp.float32(-jnp.inf),
+            best_params=params,
+        )
 
-    def train_seed(state):
-        state, metrics = jax.lax.scan(update_step, state, None, config.updates_per_eval)
-        # At the end, ten more rounds: the absolute metric (Gorsane et al. 2022, arXiv 2209.10485).
-        rounds = jnp.where(state.update < config.num_updates, 1, 11)
-        state = jax.lax.fori_loop(0, rounds, evaluate, state)
-        eval_return = jnp.full(config.updates_per_eval, jnp.nan).at[-1].set(state.eval_return)
-        return state, {**metrics, "eval/return": eval_return}
+    def train_seed(state: TrainState):
+        state, metrics = jax.lax.scan(update, state, None, config.updates_per_eval)
+        state, evaluation = evaluate(state)
+        unmeasured = jnp.full(config.updates_per_eval, jnp.nan)
+        metrics |= {name: unmeasured.at[-1].set(x) for name, x in evaluation.items()}
+        return state, jax.tree.map(jnp.float32, metrics)
 
-    def init(key):
-        keys = jax.random.split(jax.random.key_data(key), config.num_seeds)
-        # One seed at a time: batched QR can deadlock on XLA:CPU.
-        return jax.lax.map(init_seed, keys)
+    def init_seeds(key):  # not vmap: batched orthogonal initialization can deadlock in XLA:CPU
+        return jax.lax.map(init_seed, jax.random.split(key, config.num_seeds))
 
-    train_seeds = jax.vmap(train_seed, out_axes=(0, 1))
-    if config.num_seeds == 1:  # up to 30% faster on CPU
-        unbatched = jax.vmap(train_seed, None, (0, 1), axis_size=1)
-        train_seeds = lambda state: unbatched(jax.tree.map(lambda x: x[0], state))
+    def train_seeds(state):
+        if config.num_seeds == 1:  # up to 30% faster on a CPU than vmap
+            return jax.lax.map(train_seed, state)
+        return jax.vmap(train_seed)(state)
+
+    init = jax.pmap(init_seeds, "devices")
     train = jax.pmap(train_seeds, "devices", donate_argnums=0)
-    return jax.pmap(init, "devices"), train, init_seed, train_seed
+    return init, train, init_seed, train_seed
 
 
 # ------------------------------------------- main
 def write(path: Path, content: bytes):
-    """Write atomically in process 0."""
-    if jax.process_index() == 0:
-        tmp = path.with_suffix(".tmp")
-        tmp.write_bytes(content)
-        tmp.replace(path)
+    """Atomic: a killed process leaves either the old file or the new one."""
+    path.with_suffix(".tmp").write_bytes(content)
+    path.with_suffix(".tmp").replace(path)
 
 
-def open_run(config: Config) -> tuple[Path, dict]:
-    """The run folder and its config.json. Raises ConfigError."""
-    name = f"{SCRIPT}__{config.env_id}__seed{config.seed}__%Y%m%d-%H%M%S-{os.getpid()}"
-    run_dir = Path(config.run_dir or time.strftime("runs/" + name.replace("/", "-")))
-    path = run_dir / "config.json"
-    about = {"script": SCRIPT, "num_devices": jax.device_count(), **vars(config)}
-    about["updates_per_eval"] = config.updates_per_eval  # must not change
-    stored = json.loads(path.read_text()) if path.exists() else about
-    may_differ = ["run_dir", "init_from", "track", "distributed"]
-    may_grow = ["total_timesteps", "num_evals"] if (run_dir / "summary.json").exists() else []
-    for option, new in about.items():
-        old = stored.get(option)
-        if new != old and option not in may_differ and not (option in may_grow and new > old):
-            raise ConfigError(f"{run_dir} has {option} = {old}, not {new}")
-    about["device"] = jax.devices()[0].device_kind
-    about["versions"] = {x.__name__: x.__version__ for x in (jax, flax, optax)}
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write(path, json.dumps(about, indent=2).encode())
-    return run_dir, about
+def save(path: Path, state: TrainState):
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
-def restore(state, config: Config, run_dir: Path):
-    """Last checkpoint, else `init_from`, else `state`, as NumPy arrays."""
-    state = process_allgather(state, tiled=True)
-    path = run_dir / "checkpoint.msgpack"
+def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
+    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+
+    Arrays are [D, S, ...]. Raises ConfigError.
+    """
+    runners, structure = jax.tree.flatten(fresh.runners)
+    fresh = fresh._replace(runners=runners)
+    state, path = fresh, run_dir / "checkpoint.msgpack"
     try:
         if path.exists():
-            state = flax.serialization.from_bytes(state, path.read_bytes())
-        elif config.init_from and jax.process_index() == 0:
+            state = flax.serialization.from_bytes(fresh, path.read_bytes())
+        elif config.init_from:
             path = Path(config.init_from, path.name)
-            best = flax.serialization.from_bytes({"best": state.best}, path.read_bytes())["best"]
-            copy = lambda x, new: np.broadcast_to(x[0, 0].reshape(new.shape[2:]), new.shape)
-            state = state._replace(params=jax.tree.map(copy, best, state.params))
+            best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
+            # Device 0, seed 0 -> [D, S, ...]
+            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
+            state = fresh._replace(params=params)
     except Exception as error:
-        raise ConfigError(f"{path} is unusable: {error}") from None
-    state = broadcast_one_to_all(state)  # needs no shared folder
-    return jax.tree.map(lambda x: np.split(x, jax.process_count())[jax.process_index()], state)
+        raise ConfigError(f"cannot load {path}: {error}") from None
+    describe = lambda x: (x.shape, x.dtype)
+    if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
+        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+    return state._replace(runners=structure.unflatten(state.runners))
 
 
-def write_rows(path: Path, config: Config, metrics: dict, first: int, run):
-    """Write metrics [updates, S] from update `first`."""
-    header = ",".join(["update", "seed", "env_steps", *metrics])
-    lines = path.read_text().splitlines() if path.exists() else [header]
-    del lines[1 + (first - 1) * config.num_seeds :]  # past the checkpoint
-    for i, seed in np.ndindex(metrics["eval/return"].shape):
+def open_table(path: Path, mode: str):
+    """Open metrics.csv and lock it until it is closed or the process ends. Raises ConfigError."""
+    table = path.open(mode)
+    try:
+        fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(f"{path.parent} is in use by another process") from None
+    return table
+
+
+def append_rows(table, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """One row per update and seed: metrics are [S, updates], from update `first` on."""
+    rows = [["update", "seed", "env_steps", *metrics]] if table.tell() == 0 else []
+    for i in range(config.updates_per_eval):
+        for seed in range(config.num_seeds):
+            cells = ["" if np.isnan(x[seed, i]) else x[seed, i] for x in metrics.values()]
+            rows.append([first + i, seed, (first + i) * config.batch_size, *cells])
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    table.flush()
+
+
+def read_rows(lines: list[str], num_seeds: int) -> dict[str, np.ndarray]:
+    """The metrics [S, updates] in the lines of metrics.csv, NaN where a cell is empty."""
+    names = lines[0].strip().split(",")
+    cells = np.genfromtxt(lines[1:], delimiter=",").reshape(-1, num_seeds, len(names))
+    return {name: cells[:, :, i].T for i, name in enumerate(names) if "/" in name}
+
+
+def start_tracking(run_dir: Path, options: dict):
+    """Start or continue a Weights & Biases run. Raises ConfigError."""
+    import wandb
+
+    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    try:
+        return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"--track: {error}; run `wandb login` or set WANDB_MODE=offline"
+        ) from None
+
+
+def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
-        row = {name: x[i, seed] for name, x in metrics.items() if np.isfinite(x[i, seed])}
-        cells = [first + i, seed, env_steps, *(row.get(name, "") for name in metrics)]
-        lines.append(",".join(map(str, cells)))
-        if run:
-            suffix = f"/seed{seed}" if config.num_seeds > 1 else ""
-            run.log({name + suffix: x for name, x in row.items()}, step=env_steps)
-    write(path, "\n".join([*lines, ""]).encode())
+        if env_steps >= wandb_run.step:
+            finite = {name: x[np.isfinite(x[:, i]), i] for name, x in metrics.items()}
+            means = {name: x.mean() for name, x in finite.items() if x.size}
+            wandb_run.log(means, step=env_steps)
 
 
 def main(config: Config) -> dict:
-    """Train, or continue `run_dir`. Returns its summary."""
-    if config.distributed:
-        clear_backends()  # imports started JAX
-        jax.distributed.initialize()
-    is_first = jax.process_index() == 0
+    """Train, or continue the run in `run_dir`. Returns its summary. Raises ConfigError."""
     start = time.perf_counter()
-    init, train, *_ = make_train(config)
-    run_dir, about = open_run(config)
-    keys = jax.random.split(jax.random.key(config.seed), jax.device_count())
-    keys = keys.reshape(jax.process_count(), -1)[jax.process_index()]
-    saved = state = restore(init(keys), config, run_dir)
-    calls = range(1 + int(state.update.max()), 1 + config.num_updates, config.updates_per_eval)
-    path = run_dir / "summary.json"
-    if path.exists() and not calls:
-        return json.loads(path.read_text())
-    path.unlink(missing_ok=True)  # stale
-    bar = tqdm.tqdm(calls, str(run_dir), disable=not is_first)
-    if jax.process_count() == 1:  # else the first call compiles
-        train = train.lower(state).compile()
-    about["compile_seconds"] = time.perf_counter() - start
-    train_seconds = 0.0
-    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
-    run = None
-    if config.track and is_first:
-        import wandb
+    if config.distributed:
+        clear_backends()  # the imports have initialized JAX, but `initialize` must come first
+        jax.distributed.initialize()
+    process, num_processes = jax.process_index(), jax.process_count()
+    my_part = lambda tree: jax.tree.map(lambda x: np.split(x, num_processes)[process], tree)
+    name = f"{SCRIPT}__{config.env_id}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.run_dir or f"runs/{name.replace('/', '-')}-{os.getpid()}")
+    if not config.run_dir:
+        COMMAND.extend(["--run-dir", str(run_dir)])
+    if not 0 <= config.seed < 2**32:
+        raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
+    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+        raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-        run = wandb.init(id=run_dir.name, dir=run_dir, config=about, resume="allow", save_code=True)
-    for first in bar:
-        start = time.perf_counter()
-        state, metrics = train(state)
-        metrics = {k: np.array(x.addressable_data(0))[0] for k, x in metrics.items()}
-        seconds = time.perf_counter() - start
-        train_seconds += seconds
-        metrics["time/sps"] = np.full_like(metrics["eval/return"], call_steps / seconds)
-        write_rows(run_dir / "metrics.csv", config, metrics, first, run)
-        finite = np.isfinite(metrics["optim/grad_norm"]).all(1)
-        if not finite.all():
-            sys.exit(f"error: NaN or inf at update {first + finite.argmin()}: reduce lr")
-        saved = process_allgather(state, tiled=True)
-        write(run_dir / "checkpoint.msgpack", flax.serialization.to_bytes(saved))
-        bar.set_postfix_str(f"return {saved.eval_return.mean():.4g}")
-    returns = saved.eval_return[0]
-    summary = about | {
-        "env_steps": int(saved.update.max()) * config.batch_size,
+    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    init, train, *_ = make_train(config)
+    keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
+    host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
+    table_path, summary_path = run_dir / "metrics.csv", run_dir / "summary.json"
+    table = None
+    if process == 0:
+        table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
+        host_state = restore(host_state, config, run_dir)
+    host_state = broadcast_one_to_all(host_state)
+    state = my_part(host_state)
+    updates_done = int(host_state.update[0, 0])
+    # Not whole if the length or num_evals has changed.
+    calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
+    if calls_left == 0 and summary_path.exists():
+        print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
+        return json.loads(summary_path.read_text())
+    options = {"script": SCRIPT, **vars(config)}
+    wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
+    if num_processes == 1:  # otherwise the first call compiles
+        steps = config.num_updates * config.batch_size
+        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        compile_start = time.perf_counter()
+        train = train.lower(state).compile()
+        print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
+
+    if process == 0:  # nothing in the folder changes until the run can start
+        run_dir.mkdir(parents=True, exist_ok=True)
+        table = table or open_table(table_path, "x+")
+        # Keep the header and the rows up to the checkpoint.
+        lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
+        table.seek(len("".join(lines)))
+        table.truncate()
+        summary_path.unlink(missing_ok=True)
+        write(run_dir / "config.json", json.dumps(options, indent=2).encode())
+        if FILE:
+            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        if wandb_run and lines:
+            track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
+    style = {"unit": " steps", "unit_scale": True, "ncols": 80, "disable": process > 0}
+    with tqdm.tqdm(total=calls_left * call_steps, **style) as bar:
+        for call in range(calls_left):
+            call_start = time.perf_counter()
+            state, metrics = train(state)
+            # [S, updates], the same on all devices.
+            metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
+            steps_per_second = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
+                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+            host_state = process_allgather(state, tiled=True)
+            if process == 0:
+                first = 1 + updates_done + call * config.updates_per_eval
+                append_rows(table, config, first, metrics)
+                if wandb_run:
+                    track(wandb_run, config, first, metrics)
+                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+            bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
+            bar.update(call_steps)
+
+    returns, seconds = host_state.eval_return[0], time.perf_counter() - start
+    summary = options | {
+        "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "seconds": seconds,  # since the last start, including compilation
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
-        "eval_return_std": float(returns.std()),
         "eval_return_per_seed": returns.tolist(),
-        "best_eval_return_mean": float(saved.best_return.mean()),
-        "absolute_return_mean": float(saved.absolute_return.mean()),
-        "train_seconds": train_seconds,
-        "steps_per_second": len(calls) * call_steps / (train_seconds or 1),
+        "best_return_per_seed": host_state.best_return[0].tolist(),
     }
-    write(path, json.dumps(summary, indent=2).encode())
-    if run:
-        run.summary.update(summary)
-        run.finish()
-    if is_first:
-        print(f"return {returns.mean():.4g} ± {returns.std():.3g}\npython plot.py {run_dir}")
+    if process == 0:
+        write(summary_path, json.dumps(summary, indent=2).encode())
+        table.close()
+        interval = ""
+        if config.num_seeds > 1:  # 95% confidence, by Student's t
+            interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
+        print(f"return {returns.mean():.4g}{interval}\npython plot.py {run_dir}")
+        print(f"python enjoy.py {run_dir} --video {run_dir / 'video.gif'}")
+    if wandb_run:
+        wandb_run.summary.update(summary)
+        wandb_run.finish()
     return summary
 
 
 def cli():
-    """Bad input exits with code 2."""
+    """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
         config = tyro.cli(Config)
         path = Path(config.run_dir, "config.json")
-        stored = json.loads(path.read_text()) if config.run_dir and path.exists() else {}
-        if stored.get("script") == SCRIPT:
-            stored = {k: stored[k] for k in vars(config) if k in stored}
-            config = tyro.cli(Config, default=Config(**stored))
+        if config.run_dir and path.exists():
+            stored = json.loads(path.read_text())
+            if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
+                raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
+            default = Config(**{name: stored[name] for name in vars(config) if name in stored})
+            config = tyro.cli(Config, default=default)
+            if config.batch_size != default.batch_size:
+                raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("error:", str(error).split("\n")[0], file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit("interrupted: continue with --run-dir FOLDER")
 
 
-if __name__ == "__main__": cli()  # fmt: skip
+if __name__ == "__main__":
+    cli()

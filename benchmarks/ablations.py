@@ -5,39 +5,43 @@ which must occur exactly once.
 """
 
 ADVANTAGE = """\
-        # Mean, variance and gradient span all devices.
-        advantage -= pmean(advantage.mean())
-        advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
+            advantage -= pmean(advantage.mean())
+            advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
 """
-NEXT_VALUE = "next_value = jax.vmap(jax.vmap(critic))(rollout.next_obs)  # [T, N]"
+NEXT_VALUE = "_, next_value = network.apply(state.params, rollout.next_obs)"
 RESET_VALUE = """\
-last_value = jax.vmap(critic)(runner.obs)  # [N]
+_, last_value = network.apply(state.params, runners.obs)  # [N]
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])"""
-STEPS = "steps = (rollout.reward, rollout.value, next_value, rollout.terminated, rollout.done)"
+BOOTSTRAP = "jnp.where(rollout.terminated, 0, next_value)"
 KERNEL = "kernel_init=nn.initializers.orthogonal(scale)"
-ENT_COEF = "ent_coef = config.ent_coef * (1 - state.update / config.num_updates)"
-OBS = "obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)\n"
+EPOCH = "            return jax.lax.scan(update_minibatch, carry, minibatches)\n"
+TARGET_KL = """\
+            updated, metrics = jax.lax.scan(update_minibatch, carry, minibatches)
+            _, moved = ppo_loss(carry[0], network, *samples, 0, config)
+            stop = pmean(moved["policy/approx_kl"]) > 0.02
+            return optax.tree.where(stop, carry, updated), metrics
+"""
 
 PPO = {
-    "time limits are terminations": [(STEPS, STEPS.replace("terminated", "done"))],
+    "time limits are terminations": [(BOOTSTRAP, BOOTSTRAP.replace("terminated", "done"))],
     "value of the observation after the reset": [(NEXT_VALUE, RESET_VALUE)],
     "no advantage normalization": [(ADVANTAGE, "")],
     "default initialization of flax": [(KERNEL, "kernel_init=nn.initializers.lecun_normal()")],
     "constant learning rate": "--no-anneal-lr",
     "value clipping": "--clip-value",
     "Adam epsilon 1e-8": [("eps=1e-5", "eps=1e-8")],
-    "target KL 0.02": "--target-kl 0.02",
+    "target KL 0.02": [(EPOCH, TARGET_KL)],  # as in docs/details.md
 }
 CNN = {"no layer normalization": [("nn.LayerNorm(use_bias=False, use_scale=False)(x)", "x")]}
-ENTROPY = {"constant entropy bonus of 0.01": [(ENT_COEF, "ent_coef = 0.01")]}
+ENTROPY = {"constant entropy bonus of 0.01": "--no-anneal-ent --ent-coef 0.01"}
 NORMALIZATION = {
     "no reward scaling": "--no-normalize-reward",
-    "no observation statistics": [(OBS, "obs = 1.0 * obs\n")],
+    "no observation statistics": "--no-normalize-obs",
 }
 MEMORY = {
     "hidden state kept across episodes": [
         ("reset=runner.done,", "reset=runner.done & False,"),
-        ("(runner.obs, runner.done))", "(runner.obs, runner.done & False))"),
+        ("runner.hidden, runner.done)", "runner.hidden, runner.done & False)"),
     ],
     "no memory": "--no-memory",
 }

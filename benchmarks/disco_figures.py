@@ -17,7 +17,7 @@ from matplotlib.ticker import EngFormatter
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 sys.path.insert(0, str(DOCS.parent))
 
-import plot  # noqa: E402
+import plot
 
 # The original's `eval` notebook, seed 0, on a CPU: mean training return of the last 50 iterations.
 ORIGINAL_STEPS = [14_500, 26_100, 29_000, 31_900, 34_800, 37_700, 40_600, 43_500, 58_000]

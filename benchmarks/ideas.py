@@ -25,71 +25,85 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import ablations  # noqa: E402
 
 CARTPOLE = {"num_envs": 64, "num_steps": 128, "num_minibatches": 8, "hidden_size": 64}
-BREAKOUT = {**CARTPOLE, "env_id": "Breakout-MinAtar", "hidden_size": None}
-EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": None, "conv_size": 16}
+MINATAR = {"env_id": "Breakout-MinAtar", "hidden_size": 128, "lr": 7e-3}
+BREAKOUT = {**CARTPOLE, **MINATAR}
+EMPTY = {"num_envs": 256, "num_minibatches": 8, "embedding_size": 0, "conv_size": 16}
 GRU = {"num_envs": 256, "num_steps": 16, "num_minibatches": 4}
 GRU |= {"hidden_size": 1024, "head_size": 256}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
 CONCATENATED = "jnp.concatenate([tile, color], axis=-1)"
-SCAN_GRU = "return jax.lax.scan(step, hidden, (inputs, reset))[1]"
-INPUT_GATES = "inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(x)"
-ROLLOUT = "jax.lax.scan(step_envs, state.runner, None, config.num_steps"
-MINIBATCHES = "jax.lax.scan(update_minibatch, state, minibatches"
+SCAN_GRU = "return jax.lax.scan(step, hidden, (inputs, reset), unroll=unroll)[1]"
+INPUT_GATES = "inputs = nn.Dense(3 * size, dtype=self.dtype)(x)"
+ROLLOUT = "jax.lax.scan(act_all, state.runners, None, config.num_steps"
+MINIBATCHES = "jax.lax.scan(update_minibatch, carry, minibatches"
 GATHER = [
     (
         "minibatches = jax.tree.map(lambda x: x[rows], samples)",
-        "gather = lambda s, r: update_minibatch(s, jax.tree.map(lambda x: x[r], samples))",
+        "gather = lambda c, r: update_minibatch(c, jax.tree.map(lambda x: x[r], samples))",
     ),
-    (MINIBATCHES, "jax.lax.scan(gather, state, rows"),
+    (MINIBATCHES, "jax.lax.scan(gather, carry, rows"),
 ]
 RESET_VALUE = ablations.PPO["value of the observation after the reset"]
-PASS_AT_LIMITS = [  # as in ppo_rnn.py
+PASS_AT_LIMITS = [
     (
-        "step_envs = lambda runner, _: jax.vmap(step, (None, 0))(state.params, runner)",
-        """critic = jax.vmap(lambda obs: network.apply(state.params, obs)[1])  # [N]
-
-        def step_envs(runner, _):
-            runner, x = jax.vmap(step, (None, 0))(state.params, runner)
-            once = lambda _, value: critic(jax.lax.optimization_barrier((x.next_obs, value))[0])
+        "            return jax.vmap(act, (None, 0))(state.params, runners)",
+        """\
+            runners, x = jax.vmap(act, (None, 0))(state.params, runners)
+            once = lambda _, value: critic(jax.lax.optimization_barrier((x, value))[0])
             value = jax.lax.fori_loop(0, jnp.int32((x.done & ~x.terminated).any()), once, x.value)
-            return runner, (x._replace(next_obs=None), value)
-""",
+            return runners, (x._replace(next_obs=None), value)""",
     ),
-    ("runner, rollout = jax.lax.scan(", "runner, (rollout, end_value) = jax.lax.scan("),
-    ("critic = lambda obs: network.apply(state.params, obs)[1]", ""),
+    (
+        "        def act_all(runners, _):",
+        """\
+        critic = lambda x: network.apply(state.params, x.next_obs)[1]
+
+        def act_all(runners, _):""",
+    ),
+    ("runners, rollout = jax.lax.scan(", "runners, (rollout, end_value) = jax.lax.scan("),
     (
         ablations.NEXT_VALUE,
-        """next_value = jnp.concatenate([rollout.value[1:], critic(runner.obs)[None]])
+        """next_value = network.apply(state.params, runners.obs)[1][None]
+        next_value = jnp.concatenate([rollout.value[1:], next_value])
         next_value = jnp.where(rollout.done, end_value, next_value)""",
     ),
 ]
-PERMUTATION = [("= shuffle(key, ", "= jax.random.permutation(key, ")]
-ARGSORT = [("= shuffle(key, num_samples)", "= jnp.argsort(jax.random.bits(key, (num_samples,)))")]
-TIME_FIRST = [  # the loss reads [T, B, ...], so that the scan of the GRU needs no transposes
+NEXT_VALUE_RNN = "_, next_value, _ = apply_once(state.params, next_obs, runners.hidden, no_reset)"
+GAE = "advantage, target = compute_gae(rollout, next_value, config"
+PASS_AT_LIMITS_RNN = [
     (
-        "minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]",
-        "minibatches = jax.tree.map(lambda x: x[rows].swapaxes(1, 2), samples)",
+        NEXT_VALUE_RNN,
+        """critic = lambda x: apply_once(state.params, x[0], runners.hidden, no_reset)[1]
+            once = lambda _, value: critic(jax.lax.optimization_barrier((next_obs, value)))
+            at_limit = (transition.done & ~transition.terminated).any()
+            next_value = jax.lax.fori_loop(0, jnp.int32(at_limit), once, transition.value)""",
     ),
-    ("batch.hidden[:, 0], batch.reset)", "batch.hidden[0], batch.reset)"),
     (
-        "jax.vmap(apply_fn, (None, 0, 0, 0))(params, *inputs)",
-        "jax.vmap(apply_fn, (None, 1, 0, 1), 1)(params, *inputs)",
+        GAE,
+        f"""last_value = apply_once(state.params, runners.obs, runners.hidden, runners.done)[1]
+        values = jnp.concatenate([rollout.value[1:], last_value[None]])
+        next_value = jnp.where(rollout.done, next_value, values)
+        {GAE}""",
     ),
+]
+PERMUTATION = [
+    (
+        "jnp.argsort(jax.random.bits(key, (num_samples,), jnp.uint32))",
+        "jax.random.permutation(key, num_samples)",
+    )
 ]
 CHECKPOINT = [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))]
-NO_HIDDEN = [  # the loss needs the first one only
-    ("x._replace(next_obs=None)", "x._replace(next_obs=None, hidden=None)"),
-    ("(hidden=rollout.hidden[:1])", "(hidden=state.runner.hidden[None])"),
-]
+BANNER = "# ----------------------------------------- config\n"
+RBG = [(BANNER, f'jax.config.update("jax_default_prng_impl", "rbg")\n\n\n{BANNER}')]
 IDEAS = {  # name: script, configuration, replacements
     "convolution, not a dense layer on patches (Breakout)": (
         "ppo_ff",
         BREAKOUT,
         [
             (
-                "dense(16, 2**0.5)(jnp.concatenate(patches, axis=-1))",
-                'nn.Conv(16, (3, 3), padding="VALID")(obs.astype(jnp.float32))',
+                "dense(16)(jnp.concatenate(patches, axis=-1).astype(jnp.float32))",
+                'nn.Conv(16, (3, 3), padding="VALID")(x.astype(jnp.float32))',
             )
         ],
     ),
@@ -121,24 +135,16 @@ IDEAS = {  # name: script, configuration, replacements
             )
         ],
     ),
-    "a pass of the critic at every step, not only at time limits (Empty)": (
-        "ppo_rnn",
-        EMPTY,
-        [
-            (
-                "jax.lax.fori_loop(0, jnp.int32((x.done & ~x.terminated).any()), once, x.value)",
-                "critic(final)",
-            )
-        ],
-    ),
+    "a pass of the critic only at time limits (Empty)": ("ppo_rnn", EMPTY, PASS_AT_LIMITS_RNN),
     "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)": (
         "ppo_rnn",
         GRU,
         [
-            (CONCATENATED, f"jnp.pad({CONCATENATED}, [(0, 0)] * 3 + [(0, 7)])"),
+            (CONCATENATED, f"jnp.pad({CONCATENATED}, [(0, 0)] * (tile.ndim - 1) + [(0, 7)])"),
             (
                 INPUT_GATES,
-                INPUT_GATES.replace("(x)", "(jnp.pad(x, [(0, 0), (0, -x.shape[1] % 8)]))"),
+                "x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, -x.shape[-1] % 8)])\n"
+                f"        {INPUT_GATES}",
             ),
         ],
     ),
@@ -149,40 +155,31 @@ IDEAS = {  # name: script, configuration, replacements
     ),
     "gates recomputed in the backward pass (GRU 1024)": ("ppo_rnn", GRU, CHECKPOINT),
     "gates recomputed in the backward pass (the default)": ("ppo_rnn", {}, CHECKPOINT),
-    "hidden states not stored in the rollout (GRU 1024)": ("ppo_rnn", GRU, NO_HIDDEN),
-    "hidden states not stored in the rollout (the default)": ("ppo_rnn", {}, NO_HIDDEN),
-    "sequences with the time first in the loss (GRU 1024)": ("ppo_rnn", GRU, TIME_FIRST),
-    "sequences with the time first in the loss (the default)": ("ppo_rnn", {}, TIME_FIRST),
     "GRU: input gates step by step, not in one product": (
         "ppo_rnn",
         EMPTY,
         [
-            ("inputs = nn.Dense(3 * hidden.size, dtype=self.dtype)(", "inputs = ("),
+            (INPUT_GATES, "inputs = x"),
             (
                 "kernel = self.param(",
                 'weights = self.param("w", nn.initializers.lecun_normal(),'
-                " (x.shape[-1], 3 * hidden.size))\n"
+                " (x.shape[-1], 3 * size))\n"
                 "        kernel = self.param(",
             ),
-            ("jnp.split(inputs, 3)", "jnp.split(inputs @ weights, 3)"),
+            ("jnp.split(inputs, 3, axis=-1)", "jnp.split(inputs @ weights, 3, axis=-1)"),
         ],
     ),
     "GRU: four steps unrolled": (
         "ppo_rnn",
         EMPTY,
-        [(SCAN_GRU, SCAN_GRU.replace("reset))", "reset), unroll=4)"))],
+        [(SCAN_GRU, SCAN_GRU.replace("unroll=unroll", "unroll=4"))],
     ),
-    "jax.random.permutation, not shuffle (CartPole)": (
+    "jax.random.permutation, not argsort (CartPole)": (
         "ppo_ff",
         CARTPOLE,
         PERMUTATION,
     ),
-    "argsort, not shuffle (CartPole)": (
-        "ppo_ff",
-        CARTPOLE,
-        ARGSORT,
-    ),
-    "jax.random.permutation, not shuffle (Pendulum)": (
+    "jax.random.permutation, not argsort (Pendulum)": (
         "ppo_continuous",
         {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
         PERMUTATION,
@@ -199,7 +196,7 @@ IDEAS = {  # name: script, configuration, replacements
     ),
     "no pass of the critic over the true next observations (Breakout, the defaults)": (
         "ppo_ff",
-        {"env_id": "Breakout-MinAtar"},
+        MINATAR,
         RESET_VALUE,
     ),
     "no pass of the critic over the true next observations (Pendulum)": (
@@ -210,7 +207,7 @@ IDEAS = {  # name: script, configuration, replacements
     "a pass of the critic only at time limits (CartPole)": ("ppo_ff", CARTPOLE, PASS_AT_LIMITS),
     "a pass of the critic only at time limits (Breakout, the defaults)": (
         "ppo_ff",
-        {"env_id": "Breakout-MinAtar"},
+        MINATAR,
         PASS_AT_LIMITS,
     ),
     "a pass of the critic only at time limits (Pendulum)": (
@@ -231,7 +228,7 @@ IDEAS = {  # name: script, configuration, replacements
     "float32 observations, not bool (Breakout)": (
         "ppo_ff",
         BREAKOUT,
-        [("dtype = bool if", "dtype = float if")],
+        [("return obs.astype(bool)", "return obs.astype(jnp.float32)")],
     ),
     "four steps of the rollout unrolled (CartPole)": (
         "ppo_ff",
@@ -243,32 +240,14 @@ IDEAS = {  # name: script, configuration, replacements
         CARTPOLE,
         [(MINIBATCHES, MINIBATCHES + ", unroll=2")],
     ),
-    "rbg keys (CartPole)": (
-        "ppo_ff",
-        CARTPOLE,
-        [
-            (
-                'SCRIPT = "ppo_ff"',
-                'SCRIPT = "ppo_ff"\njax.config.update("jax_default_prng_impl", "rbg")',
-            )
-        ],
-    ),
-    "rbg keys (DoorKey)": (
-        "ppo_rnn",
-        DOORKEY,
-        [
-            (
-                'SCRIPT = "ppo_rnn"',
-                'SCRIPT = "ppo_rnn"\njax.config.update("jax_default_prng_impl", "rbg")',
-            )
-        ],
-    ),
+    "rbg keys (CartPole)": ("ppo_ff", CARTPOLE, RBG),
+    "rbg keys (DoorKey)": ("ppo_rnn", DOORKEY, RBG),
     "no reset in the step: what a pool could save at most (DoorKey)": (
         "ppo_rnn",
         DOORKEY,
         [
             (
-                "optax.tree.where(timestep.last(), reset(key), (next_obs, timestep))",
+                "optax.tree.where(done, reset(key), (next_obs, timestep))",
                 "next_obs, timestep",
             )
         ],
@@ -300,7 +279,7 @@ def measure(name, steps, calls):
 
         _, config = make_long_call(script, options, steps)
         init, train, *_ = module.make_train(config)
-        state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+        state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
         call_steps = config.updates_per_eval * config.batch_size
         runs.append([train.lower(state).compile(), state, call_steps, []])
     for _ in range(calls + 1):

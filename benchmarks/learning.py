@@ -56,7 +56,7 @@ class Task(NamedTuple):
     patches: dict[str, list[tuple[str, str]]] = {}  # of systems: replacements in the script's text
 
 
-MINATAR = "--total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
+MINATAR = "--hidden-size 128 --lr 7e-3 --total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
 PURE_MINATAR = "LR=5e-3 NUM_ENVS=64 NUM_MINIBATCHES=8 TOTAL_TIMESTEPS=1e6 ACTIVATION=relu"
 STOIX_CONTINUOUS = (
     "arch.total_timesteps=5e5 arch.total_num_envs=16 system.actor_lr=1e-3 system.critic_lr=1e-3"
@@ -175,6 +175,8 @@ def off_policy(options: str) -> dict[str, str]:
     return {"ppo_vtrace all segments": options, "ppo_vtrace all segments GAE once": once}
 
 
+ACTOR_CRITIC = "--rule actor_critic --lr 5e-4 --ent-coef 0.2 --vf-coef 0.5"
+POLICY_GRADIENT = "--rule policy_gradient --lr 1e-3 --ent-coef 0.01 --vf-coef 0"
 RINGS = "--env-id rings --total-timesteps 2e5 --eval-episodes 1280"
 PLACES = (
     "--env-id XLand-MiniGrid-R1-9x9 --benchmark-id runs/places.bz2"
@@ -216,7 +218,7 @@ SECTIONS = {
         minigrid("Unlock", 0.94),
         minigrid("UnlockPickUp", 0.9, "--total-timesteps 1e7"),
         minigrid("FourRooms", 0.6, "--total-timesteps 1e7"),
-        minigrid("MemoryS8", 0.9, "--total-timesteps 1e7"),
+        minigrid("MemoryS8", 0.9, "--total-timesteps 1e7 --update-epochs 4 --num-steps 32"),
     ],
     "V-trace": [
         hidden_velocity("Pendulum-v1", -250),
@@ -249,8 +251,8 @@ SECTIONS = {
             {
                 "disco": "",
                 "disco random": "--weights random",
-                "disco policy_gradient": "--rule policy_gradient --total-timesteps 3e4",
-                "disco actor_critic": "--rule actor_critic --total-timesteps 3e4",
+                "disco policy_gradient": f"{POLICY_GRADIENT} --total-timesteps 3e4",
+                "disco actor_critic": f"{ACTOR_CRITIC} --total-timesteps 3e4",
             },
         ),
     ],

@@ -33,7 +33,7 @@ CARTPOLE = {"num_steps": 128, "update_epochs": 4, "hidden_size": 64}
 PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256}
 SPREAD = {"env_id": "MPE_simple_spread_v3", "num_envs": 16, "num_steps": 128, "num_minibatches": 4}
 GRU = {"num_envs": 256, "num_steps": 64, "num_minibatches": 8}
-GRU |= {"embedding_size": None, "conv_size": 16}
+GRU |= {"embedding_size": 0, "conv_size": 16}
 EPOCHS = {"num_envs": 64, "num_steps": 32, "update_epochs": 8, "num_minibatches": 8}
 VTRACE = {**EPOCHS, "draw_fraction": 1.0}
 RECOMPUTATION = {  # on Pendulum, with networks of width 64
@@ -148,7 +148,7 @@ def compile_ours(script, options, steps_per_call):
     module, config = make_long_call(script, options, steps_per_call)
     start = time.perf_counter()
     init, train, *_ = module.make_train(config)
-    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
     train = train.lower(state).compile()
     compile_seconds = time.perf_counter() - start
 
@@ -200,13 +200,13 @@ def start(script, options, parent_time):
 
     module, config = make_long_call(script, options, 1)
     init, train, *_ = module.make_train(config)
-    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
     jax.block_until_ready(train(state))
     return time.time() - parent_time, 1, [1.0]
 
 
 def count_products(jaxpr):
-    """FLOP of all matrix products, but for those of a while, which rarely runs."""
+    """FLOP of all matrix products, but for those of a while, whose length is not known."""
     import jax
     import numpy as np
 
@@ -217,7 +217,7 @@ def count_products(jaxpr):
             left, right = (x.aval.shape for x in equation.invars)
             length = np.prod([left[i] for i in contracted])
             flop += 2 * length * np.prod(equation.outvars[0].aval.shape)
-        if equation.primitive.name == "while":  # the critic's pass of ppo_rnn.py at time limits
+        if equation.primitive.name == "while":
             continue
         for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns")):
             inner = getattr(inner, "jaxpr", inner)
@@ -233,11 +233,10 @@ def model_flop(script, options):
 
     module, config = make_long_call(script, options, 1)
     *_, init_seed, train_seed = module.make_train(config)
-    update_step = inspect.getclosurevars(train_seed).nonlocals["update_step"]
-    update = lambda key: update_step(init_seed(key), None)[0].params
+    update = inspect.getclosurevars(train_seed).nonlocals["update"]
+    first_update = lambda key: update(init_seed(key), None)[0].params
     axes = [("devices", jax.device_count())]
-    key = jax.random.key_data(jax.random.key(0))
-    jaxpr = jax.make_jaxpr(update, axis_env=axes)(key).jaxpr
+    jaxpr = jax.make_jaxpr(first_update, axis_env=axes)(jax.random.PRNGKey(0)).jaxpr
     used, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))  # the critic's pass needs no actor
     return 0.0, count_products(used) / config.batch_size, [1.0]
 
@@ -265,10 +264,10 @@ def environment(script, options, steps_per_call, calls):
         return jax.lax.scan(jax.vmap(one_step), env_state, keys)
 
     start = time.perf_counter()
-    _, env_state = jax.jit(jax.vmap(reset))(jax.random.split(jax.random.key(0), num_envs))
-    compiled = jax.jit(run).lower(jax.random.key(1), env_state).compile()
+    _, env_state = jax.jit(jax.vmap(reset))(jax.random.split(jax.random.PRNGKey(0), num_envs))
+    compiled = jax.jit(run).lower(jax.random.PRNGKey(1), env_state).compile()
     compile_seconds = time.perf_counter() - start
-    call = lambda: jax.block_until_ready(compiled(jax.random.key(1), env_state))
+    call = lambda: jax.block_until_ready(compiled(jax.random.PRNGKey(1), env_state))
     return compile_seconds, num_steps * num_envs, timed_calls(call, calls)
 
 
@@ -283,28 +282,29 @@ def matrix_product(dtype, size, calls):
 
 
 def shuffling(script, options, steps_per_call, calls):
-    """A permutation for each epoch of the call, and its gather."""
+    """A random permutation for each epoch of the call, and its gather, as in the scripts."""
     import jax
     import jax.numpy as jnp
 
     module, options = load(script, options)
     config = module.Config(**options)
-    size = config.num_envs if script == "ppo_rnn" else config.batch_size
+    is_recurrent = script in ("ppo_rnn", "ppo_meta")  # samples are sequences
+    size = config.num_envs if is_recurrent else config.batch_size
     width = config.batch_size // size
     rollout = jnp.zeros((size, 10 * width))  # about what a sample holds
-    update_epochs = config.update_epochs or 1  # ppo_rnn's None, outside MiniGrid-Memory*
-    epochs = max(1, steps_per_call // config.batch_size) * update_epochs
+    epochs = max(1, steps_per_call // config.batch_size) * config.update_epochs
 
     def run(key):
         def epoch(key, _):
             key, shuffle_key = jax.random.split(key)
-            return key, rollout[module.shuffle(shuffle_key, size)].sum(axis=0)
+            rows = jnp.argsort(jax.random.bits(shuffle_key, (size,), jnp.uint32))
+            return key, rollout[rows].sum(axis=0)
 
         return jax.lax.scan(epoch, key, None, epochs)
 
     run = jax.jit(run)
-    call = lambda: jax.block_until_ready(run(jax.random.key(0)))
-    return 0.0, epochs * config.batch_size // update_epochs, timed_calls(call, calls)
+    call = lambda: jax.block_until_ready(run(jax.random.PRNGKey(0)))
+    return 0.0, epochs * config.batch_size // config.update_epochs, timed_calls(call, calls)
 
 
 def measure(kind, *args):

@@ -9,7 +9,6 @@ time/sps. Arguments after -- are options of the scripts.
 """
 
 import argparse
-import json
 import os
 import random
 import subprocess
@@ -19,6 +18,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import plot  # noqa: E402
 
 SMALL = "--num-envs 4 --num-steps 8 --hidden-size 8 --num-evals {calls} --eval-episodes 2"
 TRAIN = SMALL + " --num-seeds 2 --total-timesteps {steps}"  # two updates of 32 steps per call
@@ -84,10 +86,11 @@ def storm(script: Path, folder: Path, kills: int, options: list[str]) -> dict:
     undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
     finish(start(script, undisturbed, options))  # fills the cache of compiled programs
     begin = time.perf_counter()
+    (undisturbed / "summary.json").unlink()  # a run without it is compiled
     finish(start(script, undisturbed, options))  # trains no further
     startup = time.perf_counter() - begin
-    summary = json.loads((undisturbed / "summary.json").read_text())
-    call = summary["train_seconds"] / calls + 0.003  # for the files
+    seconds = plot.read_run(undisturbed, "eval/return").curve.seconds[-1]
+    call = seconds / calls + 0.003  # for the files
     killed = 0
     for _ in range(kills):
         killed += kill_at_random(start(script, disturbed, options), disturbed, startup, call)

@@ -114,7 +114,7 @@ def tiny(module, **changes):
 def program(module, config):
     """The jaxpr of `train`."""
     init, train, *_ = getattr(module.make_train, "original", module.make_train)(config)
-    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), jax.local_device_count()))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
     state = jax.eval_shape(init, keys)
     return re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(train)(state)))
 

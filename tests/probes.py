@@ -176,7 +176,7 @@ def probes_for(module):
 def start(module, config, seed=0):
     """Returns state, train."""
     init, train, *_ = module.make_train(config)
-    return init(jax.random.split(jax.random.key(seed), jax.local_device_count())), train
+    return init(jax.random.split(jax.random.PRNGKey(seed), jax.local_device_count())), train
 
 
 def to_numpy(tree):

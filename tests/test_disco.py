@@ -9,6 +9,7 @@ told to compute in it, and is the one that no wrong formula survives.
 import functools
 import io
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -20,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rlax
-from conftest import ROOT
+from conftest import ROOT, with_devices
+from test_cli import content, flags, learned, read_rows, run
 
 import disco
 
@@ -110,6 +112,18 @@ def on_devices(function, size=1):
     return jax.jit(jax.vmap(function, axis_name="devices", axis_size=size))
 
 
+def lifetime():
+    return jax.tree.map(real, disco.start_lifetime())
+
+
+def total_loss(metrics, config):
+    """The weighted sum that a step of Adam reduces."""
+    loss = sum(metrics[f"loss/{name}"] for name in ("policy", "y", "z", "aux_policy"))
+    return (
+        loss + config.vf_coef * metrics["loss/value"] - config.ent_coef * metrics["policy/entropy"]
+    )
+
+
 def stack(tree, size=1):
     return jax.tree.map(lambda x: jnp.stack([x] * size), tree)
 
@@ -143,7 +157,7 @@ class RuleCase:
             hidden=golden["A/in/rnn_hidden"],
             cell=golden["A/in/rnn_cell"],
         )
-        self.config = disco.resolve(disco.Config(weights="random"))
+        self.config = disco.Config()
 
     @property
     def inputs(self):
@@ -181,7 +195,7 @@ def rule_case(source):
                 meta_net, meta_features, hidden * modulation, targets.y
             ),
         }
-        grad = jax.grad(case.loss, has_aux=True)
+        grad = jax.value_and_grad(case.loss, has_aux=True)
         # A target on a bin: the original adds q to target - q, which misses it by this or nothing.
         gradients = [grad(online, targets, values.returns + miss) for miss in (0.0, 1e-13)]
         return targets, values, meta, mid, gradients
@@ -243,7 +257,7 @@ def test_values_and_advantages(rule):
     close(normal, case.golden["A/out/normalized_qv_adv"], LOOSE)
     # The original has the moments of td as well, which it only logs.
     td = moments(case.golden.group("A/in/td_ema"))
-    (td,) = on_devices(lambda td: (td.update(values.td, case.config.ema_decay),))(stack(td))
+    (td,) = on_devices(lambda td: (td.add(values.td, case.config.ema_decay),))(stack(td))
     td = jax.tree.map(lambda x: x[0], td)
     check_ema(case.golden, "A/out/td_ema", td)
     _, std = td.mean_and_std()
@@ -265,8 +279,9 @@ def test_features_and_the_lifetime_input(rule):
 
 
 def test_loss_and_its_gradient(rule):
-    case, (_, values, _, _, [(gradient, metrics), (missing, _)]), _ = rule
-    close(metrics["loss/total"], case.golden["A/out/total_loss"], LOOSE)
+    case, (_, values, _, _, [((loss, metrics), gradient), (_, missing)]), _ = rule
+    close(loss, total_loss(metrics, case.config), EXACT)
+    close(loss, case.golden["A/out/total_loss"], LOOSE)
     expected = disco.AgentOutput(**case.golden.group("A/out/grad_agent_out"))
     for name in ("logits", "y", "z", "aux_pi"):
         close(getattr(gradient, name), getattr(expected, name), LOOSE)
@@ -343,14 +358,14 @@ def agent_params(group):
 def learner(golden, size):
     """(state, network, optimizer, config) at the start of sections B and D, on `size` devices."""
     sizes = {"hidden_size": 32, "feature_size": 16, "model_size": 8, "branch_size": 12}
-    config = disco.resolve(disco.Config(weights="random", lr=1e-2, **sizes))
+    config = disco.Config(**sizes)
     network, optimizer = disco.Agent(NUM_ACTIONS, config), disco.make_optimizer(config)
     params = agent_params(golden.group("B/in/params"))
     state = Learner(
         params=params,
         target_params=agent_params(golden.group("B/in/target_params")),
         opt_state=optimizer.init(params),
-        meta=jax.tree.map(real, disco.MetaState()),
+        meta=lifetime(),
     )
     return stack(state, size), network, optimizer, config
 
@@ -361,7 +376,7 @@ def rollout(golden, step):
     shift = lambda x: jnp.concatenate([x[1:], jnp.zeros_like(x[:1])])
     reset = ~group["discounts"]
     return transitions(
-        obs=group["obs"],
+        obs=group["obs"].reshape(*reset.shape, -1),
         action=group["actions"],
         logits=group["behaviour_logits"],
         reward=shift(group["rewards"]),
@@ -375,14 +390,15 @@ def three_updates(size):
     state, network, optimizer, config = learner(golden, size)
 
     def update(state, batch, meta_net):
-        unroll = jax.vmap(jax.vmap(network.apply, (None, 0)), (None, 0))
-        online, target = (unroll(x, batch.obs) for x in (state.params, state.target_params))
+        online = network.apply(state.params, batch.obs)
+        target = network.apply(state.target_params, batch.obs)
         values = disco.compute_values(online, target, batch, config)
         new, targets, metrics = disco.learn(meta_net, state, batch, network, optimizer, config)
         steps = jax.tree.map(lambda x, y: x - y, new.params, state.params)
         norm = jnp.sqrt(sum((x**2).sum() for x in jax.tree.leaves(steps)))
         advantage = normalized(values.advantage, new.meta)
-        return new, targets, metrics | {"update_norm": norm}, online, values, advantage
+        metrics |= {"update_norm": norm, "total_loss": total_loss(metrics, config)}
+        return new, targets, metrics, online, values, advantage
 
     update, records = on_devices(update, size), []
     for step in range(3):
@@ -434,7 +450,7 @@ def test_three_updates(one_device, step):
     close(targets.z[0].mean(-1), golden[f"{section}/z_mean_last"], LOOSE)
     close(values.returns[0], golden[f"{section}/q_target"], LOOSE)
     close(advantage[0], golden[f"{section}/normalized_adv"], LOOSE)
-    log = {"loss/total": "total_loss", "optim/grad_norm": "global_gradient_norm"}
+    log = {"total_loss": "total_loss", "optim/grad_norm": "global_gradient_norm"}
     for name, reference in (log | {"update_norm": "global_update_norm"}).items():
         close(metrics[name][0], golden[f"{section}/log/{reference}"], LOOSE)
 
@@ -448,9 +464,9 @@ def test_two_devices(two_devices):
     golden, state, records = two_devices
     for step, (_, metrics, *_) in enumerate(records):
         section = f"D/out/step{step}/log"
-        for name in ("loss/total", "value/explained_variance"):
+        for name in ("total_loss", "value/explained_variance"):
             assert metrics[name][0] == metrics[name][1]
-        close(metrics["loss/total"][0], golden[f"{section}/total_loss"].mean(), LOOSE)
+        close(metrics["total_loss"][0], golden[f"{section}/total_loss"].mean(), LOOSE)
         close(metrics["optim/grad_norm"], golden[f"{section}/global_gradient_norm"], LOOSE)
         close(metrics["update_norm"], golden[f"{section}/global_update_norm"], LOOSE)
     check_final(golden, "D/out/final", state)
@@ -460,7 +476,7 @@ def test_two_devices(two_devices):
 def test_optimizer_clips_each_entry_after_adam():
     golden, _ = released()
     lr = float(golden["C/in/lr"])
-    optimizer = disco.make_optimizer(disco.Config(weights="random", lr=lr))
+    optimizer = disco.make_optimizer(disco.Config(lr=lr))
     grads = golden["C/in/grads"]
     clipped = abs(abs(golden["C/out/updates"]) - lr) < 1e-12
     assert clipped.any()
@@ -496,6 +512,7 @@ def test_catch_is_the_original():
         assert (state.ball_y == y).all() and (state.paddle_x == paddle_x).all()
         assert (state.paddle_y == paddle_y).all()
         assert ((state.ball_x == x) | terminated).all()  # a new ball starts anywhere
+        obs, next_obs = obs.reshape(-1, 8, 8), next_obs.reshape(-1, 8, 8)
         seen = golden["E/out/obs"][t + 1][..., 0]
         assert (obs == seen)[~terminated].all() and (next_obs == seen)[~terminated].all()
         assert (obs[terminated][:, 7] == seen[terminated][:, 7]).all()
@@ -508,16 +525,26 @@ def test_vtrace_is_that_of_rlax():
     keys = jax.random.split(jax.random.key(0), 4)
     steps, batch, trace_lambda = 7, 5, 0.8
     reward = jax.random.normal(keys[0], (steps, batch))
-    discount = 0.9 * jax.random.bernoulli(keys[1], 0.7, (steps, batch))
+    done = jax.random.bernoulli(keys[1], 0.3, (steps, batch))
     value = jax.random.normal(keys[2], (steps + 1, batch))
     ratio = jnp.exp(jax.random.normal(keys[3], (steps, batch)))
     clipped = jnp.minimum(ratio, 1.0)
-    advantage, target = disco.vtrace_advantage(reward, discount, value, clipped, trace_lambda)
-    inputs = (value[:-1], value[1:], reward, discount, ratio)
+    advantage, target = disco.vtrace(reward, done, value, clipped, 0.9, trace_lambda)
+    inputs = (value[:-1], value[1:], reward, 0.9 * (1 - done), ratio)
     vtrace = functools.partial(rlax.vtrace_td_error_and_advantage, lambda_=trace_lambda)
     expected = jax.vmap(vtrace, in_axes=1, out_axes=1)(*inputs)
     close(advantage, expected.pg_advantage, EXACT)
     close(target - value[:-1], expected.errors, EXACT)
+
+
+def test_the_value_after_an_episode_is_never_used():
+    """A simulator may end an episode because its state is NaN."""
+    reward, done = jnp.ones((2, 1)), jnp.array([[False], [True]])
+    value, ones = jnp.array([[0.0], [0.0], [jnp.nan]]), jnp.ones((2, 1))
+    advantage, _ = disco.vtrace(reward, done, value, ones, 0.9, 0.8)
+    close(advantage[:, 0], np.array([1.72, 1.0]), EXACT)
+    target = disco.retrace(reward, done, value, value[:-1], 0.8 * ones, 0.9)
+    close(target[:, 0], np.array([1.72, 1.0]), EXACT)
 
 
 def baseline_advantage(rule, logits, reward, done):
@@ -532,7 +559,7 @@ def baseline_advantage(rule, logits, reward, done):
         done=jnp.array(done)[:, None],
     )
     run = lambda meta: disco.baseline_rule(output, batch, meta, config)
-    advantage, target, _ = on_devices(run)(stack(jax.tree.map(real, disco.MetaState())))
+    advantage, target, _ = on_devices(run)(stack(lifetime()))
     return advantage[0, :, 0], target[0, :, 0]
 
 
@@ -558,7 +585,7 @@ def test_an_abandoned_action_is_not_pushed_further(rule):
 
 def test_policy_gradient_has_no_critic():
     """Neither a value head nor a value loss reaches the shared torso."""
-    config = disco.resolve(disco.Config(rule="policy_gradient", vf_coef=100.0, **SIZES))
+    config = disco.Config(rule="policy_gradient", vf_coef=100.0, ent_coef=0.01, **SIZES)
     network, optimizer = disco.Agent(3, config), disco.make_optimizer(config)
     params = network.init(jax.random.key(0), jnp.ones(2))
     assert set(params["params"]) == {"torso_0", "torso_1", "logits"}
@@ -571,29 +598,14 @@ def test_policy_gradient_has_no_critic():
         done=jnp.zeros(shape, bool),
         reset=jnp.zeros(shape, bool),
     )
-    meta = jax.tree.map(real, disco.MetaState())
-    state = Learner(params, params, optimizer.init(params), meta)
+    state = Learner(params, params, optimizer.init(params), lifetime())
     learn = lambda state: disco.learn(None, state, batch, network, optimizer, config)
     _, _, metrics = on_devices(learn)(stack(state))
     assert "loss/value" not in metrics and "value/explained_variance" not in metrics
-    entropy = config.ent_coef * metrics["policy/entropy"]
-    close(metrics["loss/total"], metrics["loss/policy"] - entropy, EXACT)
-
-
-@pytest.mark.parametrize(
-    "rule, lr, ent_coef, vf_coef",
-    [
-        ("disco", 1e-2, 0.0, 0.2),
-        ("actor_critic", 5e-4, 0.2, 0.5),
-        ("policy_gradient", 1e-3, 0.01, 0),
-    ],
-)
-def test_every_rule_has_settings_of_its_own(rule, lr, ent_coef, vf_coef):
-    config = disco.resolve(disco.Config(rule=rule))
-    assert (config.lr, config.ent_coef, config.vf_coef) == (lr, ent_coef, vf_coef)
-    given = {"lr": 0.1, "ent_coef": 0.0, "vf_coef": 3.0}
-    config = disco.resolve(disco.Config(rule=rule, **given))
-    assert {name: getattr(config, name) for name in given} == given
+    loss, metrics = disco.baseline_loss(
+        network.apply(params, batch.obs), jnp.ones((4, 2)), None, batch, config
+    )
+    close(loss, metrics["loss/policy"] - config.ent_coef * metrics["policy/entropy"], EXACT)
 
 
 # ---------------------------------------------------------------------------------- the harness
@@ -624,7 +636,7 @@ def start(updates=2, calls=1, **changes):
     """(state, train): a call of train makes so many updates."""
     sizes = {"num_evals": calls, "total_timesteps": 16 * updates * calls}
     init, train, *_ = programs(tuple((sizes | changes).items()))
-    return init(jax.random.split(jax.random.key(0), jax.local_device_count())), train
+    return init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())), train
 
 
 def copy(tree):
@@ -645,13 +657,14 @@ def test_updates_wait_for_the_replay_and_then_change_everything(changes):
     state, train = start(**changes)
     before = copy(state)
     state, metrics = train(state)  # of the first two updates, the second has four trajectories
-    assert np.isnan(metrics["loss/total"][:, 0]).all()
-    assert (metrics["optim/grad_norm"][:, 0] == 0).all()
+    metrics = {name: np.asarray(x).reshape(-1, 2).T for name, x in metrics.items()}
+    assert np.isnan(metrics["loss/policy"][0]).all()
+    assert (metrics["optim/grad_norm"][0] == 0).all()
     for name in ("policy/entropy", "optim/grad_norm"):
-        assert np.isfinite(metrics[name][:, 1]).all() and (metrics[name][:, 1] > 0).all()
-    assert np.isfinite(metrics["loss/total"][:, 1]).all()
-    assert np.isnan(metrics["eval/return"][:, 0]).all()
-    assert np.isfinite(metrics["eval/return"][:, 1]).all()
+        assert np.isfinite(metrics[name][1]).all() and (metrics[name][1] > 0).all()
+    assert np.isfinite(metrics["loss/policy"][1]).all()
+    for name in ("eval/return", "eval/length"):
+        assert np.isnan(metrics[name][0]).all() and np.isfinite(metrics[name][1]).all()
     after = copy(state)
     changed = jax.tree.map(lambda x, y: (x != y).any(), before.params, after.params)
     assert all(jax.tree.leaves(changed)), changed
@@ -664,7 +677,7 @@ def test_the_replay_holds_the_latest_trajectories_in_order():
     replays = []
     for _ in range(3):
         state, _ = train(state)
-        replays.append(copy(jax.tree.map(lambda x: x[0, 0], state.replay)))
+        replays.append(copy(jax.tree.map(lambda x: x[0, 0].swapaxes(0, 1), state.replay)))
     assert all(replay.action.shape == (6, 8) for replay in replays)
     first, second, third = (replay.obs for replay in replays)
     assert not first[4:].any() and second[4:].any()
@@ -672,7 +685,7 @@ def test_the_replay_holds_the_latest_trajectories_in_order():
     assert (second[:2] == third[:2]).all() and (second[2:4] != third[2:4]).any()
     replay = replays[-1]
     assert (replay.reset[:, 1:] == replay.done[:, :-1]).all() and replay.done.any()
-    row = replay.obs[..., :4, :].any(-1).argmax(-1)  # of the ball, [6, 8]
+    row = replay.obs.reshape(6, 8, 5, 5)[..., :4, :].any(-1).argmax(-1)  # of the ball, [6, 8]
     assert (row[:, 1:] == np.where(replay.done[:, :-1], 0, row[:, :-1] + 1)).all()
     assert (abs(replay.reward) == replay.done).all()
     assert replay.logits.shape == (6, 8, 3)
@@ -684,14 +697,13 @@ def test_the_best_parameters_are_those_of_the_best_evaluation():
     returns, params = [], []
     for _ in range(3):
         state, metrics = train(state)
-        returns.append(float(metrics["eval/return"][0, -1, 0]))
+        returns.append(float(metrics["eval/return"][0, 0, -1]))
         params.append(copy(state.params))
         assert (np.asarray(state.eval_return) == returns[-1]).all()
     assert len(set(returns)) > 1
     assert (np.asarray(state.best_return) == max(returns)).all()
     best = params[int(np.argmax(returns))]
-    jax.tree.map(np.testing.assert_array_equal, copy(state.best), best)
-    assert -1 <= state.absolute_return[0, 0] <= 1
+    jax.tree.map(np.testing.assert_array_equal, copy(state.best_params), best)
 
 
 @pytest.mark.usefixtures("single")
@@ -729,12 +741,12 @@ def test_evaluations_have_random_keys_of_their_own(monkeypatch):
     sizes = {"rule": "policy_gradient", "eval_episodes": 1, "replay_size": 64}
     config = disco.Config(**SMALL | sizes, total_timesteps=16 * 8, num_evals=4)
     init, train, *_ = disco.make_train(config)
-    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
     evaluated = []
     for _ in range(4):
         state, _ = train(state)
         evaluated.append(float(state.eval_return[0, 0]))
-    trained = np.asarray(state.replay.reward)[0, 0, :16].ravel().tolist()
+    trained = np.asarray(state.replay.reward)[0, 0, :, :16].ravel().tolist()
     assert len(set(trained)) == 16 * 8 and len(set(evaluated)) == 4
     assert not set(trained) & set(evaluated)
 
@@ -754,6 +766,7 @@ def test_without_network_the_error_says_what_to_run(cache, monkeypatch):
     with pytest.raises(disco.ConfigError) as error:
         disco.make_train(disco.Config())
     assert "no route" in str(error.value) and f"curl --create-dirs -o {cache}" in str(error.value)
+    assert "\n" not in str(error.value)
     assert not cache.exists()
     disco.make_train(disco.Config(rule="actor_critic"))  # needs none
 
@@ -762,17 +775,18 @@ def test_a_download_is_kept_only_if_it_is_what_was_released(cache, monkeypatch):
     served = io.BytesIO(b"something else")
     monkeypatch.setattr(disco.urllib.request, "urlopen", lambda *args, **options: served)
     with pytest.raises(disco.ConfigError, match="sha256"):
-        disco.load_weights("")
+        disco.load_weights("disco103")
     assert not cache.exists()
     content = find("disco_103.npz").read_bytes()
     served = io.BytesIO(content)
-    meta_net = disco.load_weights("")
+    meta_net = disco.load_weights("disco103")
     assert cache.read_bytes() == content
     monkeypatch.delattr(disco.urllib.request, "urlopen")
-    jax.tree.map(np.testing.assert_array_equal, disco.load_weights(""), meta_net)  # from the cache
+    jax.tree.map(np.testing.assert_array_equal, disco.load_weights("disco103"), meta_net)  # cached
+    assert [path.name for path in cache.parent.iterdir()] == [cache.name]
     cache.write_bytes(content[:-1])
     with pytest.raises(disco.ConfigError, match="sha256"):
-        disco.load_weights("")
+        disco.load_weights("disco103")
 
 
 def test_weights_of_the_wrong_kind(cache, tmp_path):
@@ -791,6 +805,29 @@ def test_weights_of_the_wrong_kind(cache, tmp_path):
     np.savez(tmp_path / "less.npz", **weights)
     with pytest.raises(disco.ConfigError, match=layer):
         disco.load_weights(str(tmp_path / "less.npz"))
+
+
+class Crafted:
+    """Unpickling it creates a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_weights_are_never_unpickled(tmp_path):
+    weights = synthetic_weights()
+    weights[min(weights)] = np.array(Crafted(tmp_path / "executed"), dtype=object)
+    np.savez(tmp_path / "crafted.npz", **weights)
+    with pytest.raises(disco.ConfigError, match="crafted.npz"):
+        disco.load_weights(str(tmp_path / "crafted.npz"))
+    assert not (tmp_path / "executed").exists()
+    (tmp_path / "pickle.npz").write_bytes(pickle.dumps(Crafted(tmp_path / "executed")))
+    with pytest.raises(disco.ConfigError, match="pickle.npz"):
+        disco.load_weights(str(tmp_path / "pickle.npz"))
+    assert not (tmp_path / "executed").exists()
 
 
 def test_random_weights_are_truncated_and_scaled():
@@ -817,47 +854,46 @@ def test_random_weights_are_truncated_and_scaled():
         ({"env_id": "Catch-1x5"}, "did you mean Catch-8x8"),
         ({"env_id": "Pendulum-v1"}, "continuous"),
         ({"env_params": '{"speed": 1}'}, "max_steps_in_episode"),
-        ({"num_steps": 1}, "num_steps"),
-        ({"total_timesteps": 31}, "total_timesteps >= 32"),
-        ({"total_timesteps": 15}, ">= 32"),
-        ({"replay_size": 3}, "replay_size"),
-        ({"num_envs": 8}, "replay_size"),
-        ({"lr": float("nan")}, "lr = nan"),
-        ({"lr": 0.0}, "lr = 0"),
-        ({"gamma": 1.5}, "gamma = 1.5"),
-        ({"trace_lambda": -0.1}, "trace_lambda = -0.1"),
-        ({"ema_decay": 1.1}, "ema_decay = 1.1"),
-        ({"ema_decay": 1.0}, r"ema_decay = 1.0 is not in \[0, 0.9999\]"),
-        ({"target_decay": float("inf")}, "target_decay = inf"),
-        ({"max_update": 0.0}, "max_update = 0"),
-        ({"ent_coef": -0.1}, "ent_coef = -0.1"),
-        ({"vf_coef": -1.0}, "vf_coef = -1"),
-        ({"num_envs": 0}, "num_envs = 0"),
+        ({"env_params": '{"max_steps_in_episode": 5.5}'}, "max_steps_in_episode"),
+        ({"num_steps": 1}, "trajectories of 1 steps"),
+        ({"total_timesteps": 16}, "2 trajectories"),
+        ({"replay_size": 3}, "3 trajectories"),
+        ({"num_envs": 8}, "6 trajectories"),
     ],
     ids=str,
 )
 def test_a_wrong_input_says_what_to_change(changes, message):
-    with pytest.raises(disco.ConfigError, match=message):
+    with pytest.raises(disco.ConfigError, match=message) as error:
         disco.make_train(disco.Config(**SMALL | {"total_timesteps": 128, "num_evals": 1} | changes))
+    assert "\n" not in str(error.value)
 
 
-def test_the_least_number_of_time_steps_that_an_error_names_suffices():
-    """Updates come in whole evaluations."""
-    sizes = SMALL | {"num_evals": 3, "replay_batch": 4, "num_envs": 2, "num_steps": 8}
-    with pytest.raises(disco.ConfigError, match="total_timesteps >= 48"):
-        disco.make_train(disco.Config(**sizes | {"total_timesteps": 16}))
-    disco.make_train(disco.Config(**sizes | {"total_timesteps": 48}))
+EIGHT_DEVICES = """
+import disco, jax
+init, train, *_ = disco.make_train(disco.Config(weights="random", **%s))
+assert jax.device_count() == 8
+keys = jax.eval_shape(lambda: jax.random.split(jax.random.PRNGKey(0), 8))
+state = jax.eval_shape(init, keys)
+_, metrics = jax.eval_shape(train, state)
+print(state.replay.action.shape, state.runners.obs.shape, metrics["eval/return"].shape)
+"""
 
 
-@pytest.mark.parametrize("words", ["--lr nan", "--gamma 1.5", "--ent-coef -0.1"])
-def test_a_wrong_option_ends_with_exit_code_2(words, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["disco.py", *words.split()])
-    monkeypatch.delattr(jax, "pmap")  # nothing is compiled
-    with pytest.raises(SystemExit) as exit:
-        disco.cli()
-    assert exit.value.code == 2
-    name = words.split()[0].removeprefix("--").replace("-", "_")
-    assert capsys.readouterr().err.startswith(f"error: {name} = ")
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize(
+    ("changes", "shapes"),
+    [
+        ({}, "(2, 1, 29, 512) (2, 1, 1, 64) (2, 1, 100)"),
+        ({"num_envs": 6, "replay_size": 12, "replay_batch": 6}, "(6, 1, 29, 2) (6, 1, 1, 64)"),
+        ({"num_envs": 8}, "(8, 1, 29, 128) (8, 1, 1, 64)"),
+        ({"num_envs": 3, "replay_size": 7, "replay_batch": 5}, "(1, 1, 29, 7) (1, 1, 3, 64)"),
+    ],
+    ids=str,
+)
+def test_as_many_devices_as_divide_the_environments(changes, shapes):
+    command = [sys.executable, "-W", "ignore", "-c", EIGHT_DEVICES % changes]
+    result = subprocess.run(command, cwd=ROOT, env=with_devices(8), capture_output=True, text=True)
+    assert result.stdout.startswith(shapes), result.stdout + result.stderr
 
 
 # ------------------------------------------------------------------------------------- whole runs
@@ -866,41 +902,75 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, monkeypatch):
     sizes = SMALL | {"total_timesteps": 128, "num_evals": 4, "env_id": "Catch-5x5"}
     programs = disco.make_train(disco.Config(**sizes))  # shared, as only the folders differ
     monkeypatch.setattr(disco, "make_train", lambda config: programs)
-
-    def files(name):
-        folder = tmp_path / name
-        rows = (folder / "metrics.csv").read_text().splitlines()
-        names = rows[0].split(",")
-        kept = [name for name in names if name != "time/sps"]
-        cells = [dict(zip(names, row.split(","), strict=True)) for row in rows[1:]]
-        table = [[row[name] for name in kept] for row in cells]
-        return kept, table, (folder / "checkpoint.msgpack").read_bytes()
-
     whole = disco.main(disco.Config(**sizes, run_dir=str(tmp_path / "whole")))
-    write = disco.write
-    killed = disco.Config(**sizes, run_dir=str(tmp_path / "killed"))
-    for suffix in (".msgpack", ".csv"):  # of the second call, and of the third
-        left = [None, None]
+    write, path = disco.write, tmp_path / "killed"
+    killed = disco.Config(**sizes, run_dir=str(path))
+    for calls in (1, 2):  # until the process dies, before and after a checkpoint
+        left = [None] * calls
 
-        def write_or_die(path, content, suffix=suffix, left=left):
-            if path.suffix == suffix:
+        def write_or_die(path, content, calls=calls, left=left):
+            if path.suffix == ".msgpack":
                 left.pop()
-                if not left:
+                if not left and calls == 1:
                     raise KeyboardInterrupt
             write(path, content)
+            if path.suffix == ".msgpack" and not left:
+                raise KeyboardInterrupt
 
         monkeypatch.setattr(disco, "write", write_or_die)
         with pytest.raises(KeyboardInterrupt):
             disco.main(killed)
     monkeypatch.setattr(disco, "write", write)
     again = disco.main(killed)
-    assert files("killed") == files("whole")
-    for name in ("eval_return_per_seed", "best_eval_return_mean", "absolute_return_mean"):
+    assert learned(path) == learned(tmp_path / "whole")
+    for name in ("eval_return_per_seed", "best_return_per_seed"):
         assert again[name] == whole[name]
-    names, table, _ = files("whole")
-    assert {"loss/y", "loss/z", "loss/aux_policy"} <= set(names)
-    assert not {"policy/approx_kl", "policy/clip_fraction"} & set(names)
-    assert len(table) == 8 and all(any(row[i] for row in table) for i in range(len(names)))
+    rows = read_rows(path)
+    names = rows[0].keys()
+    assert {"loss/y", "loss/z", "loss/aux_policy", "eval/length"} <= names
+    assert not {"policy/approx_kl", "policy/clip_fraction"} & names
+    assert len(rows) == 8 and all(any(row[name] for row in rows) for name in names)
+
+
+@pytest.mark.usefixtures("single")
+def test_any_option_may_change_when_a_run_is_continued(tmp_path):
+    sizes = SMALL | {"rule": "policy_gradient", "env_id": "Catch-5x5", "num_evals": 2}
+    words = ["--run-dir", tmp_path / "run"]
+    config = disco.Config(**sizes, total_timesteps=64)
+    code, _, err = run(disco, *flags(config), *words)
+    assert code == 0, err
+    changes = {"lr": "1e-3", "gamma": "0.9", "replay-batch": "2", "max-update": "0.5"}
+    changes |= {"target-decay": "0.5", "ent-coef": "0.1", "eval-episodes": "5"}
+    longer = ["--total-timesteps", "128", "--num-evals", "4"]
+    options = [word for name, value in changes.items() for word in (f"--{name}", value)]
+    code, _, err = run(disco, *words, *longer, *options)
+    assert code == 0, err
+    rates = [float(row["optim/lr"]) for row in read_rows(tmp_path / "run")]
+    np.testing.assert_allclose(rates, [1e-2] * 4 + [1e-3] * 4, rtol=1e-6)
+    files = content(tmp_path / "run")
+    for wrong in (["--rule", "actor_critic"], ["--replay-size", "8"], ["--hidden-size", "4"]):
+        code, _, err = run(disco, *words, *longer, *wrong, "--total-timesteps", "256")
+        assert code == 2 and err.count("\n") == 1 and "checkpoint.msgpack" in err
+    code, _, err = run(disco, *words, "--seed", str(2**32))
+    assert code == 2 and "seed" in err
+    assert content(tmp_path / "run") == files
+
+
+@pytest.mark.usefixtures("single")
+@pytest.mark.parametrize("rule", ["disco", "actor_critic", "policy_gradient"])
+def test_it_trains_where_jax_computes_in_double_precision(rule):
+    """The parameters, the replay and the statistics stay in single precision."""
+    with jax.enable_x64(True):
+        config = disco.Config(**SMALL | {"rule": rule, "env_id": "Catch-5x5"})
+        init, train, *_ = disco.make_train(config)
+        keys = jax.eval_shape(lambda: jax.random.split(jax.random.PRNGKey(0), 1))
+        state = jax.eval_shape(init, keys)
+        after, metrics = jax.eval_shape(train, state)
+        describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        assert describe(after) == describe(state)
+        names = {x.dtype.name for x in jax.tree.leaves(state)}
+        assert names == {"float32", "int32", "uint32", "bool"}
+        assert {x.dtype.name for x in metrics.values()} == {"float32"}
 
 
 def test_everything_in_float64():

@@ -4,6 +4,10 @@ import csv
 import dataclasses
 import functools
 import json
+import signal
+import subprocess
+import sys
+import time
 import types
 
 import jax
@@ -12,12 +16,14 @@ import numpy as np
 import optax
 import pytest
 import rlax
-from test_cli import flags, learned, run
+from conftest import ROOT, for_a_process
+from test_cli import content, flags, learned, run
 
 import disco
 import disco_meta
 
 FILES = {"config.json", "metrics.csv", "checkpoint.msgpack", "summary.json", "weights.npz"}
+FILES |= {"disco_meta.py"}
 SMALL = {
     "env_id": "Catch-3x3",
     "num_meta_steps": 2,
@@ -33,8 +39,15 @@ SMALL = {
     "model_size": 4,
     "branch_size": 4,
 }
-KEYS = jax.random.split(jax.random.key(0), 1)
-MAKE_TRAIN = disco_meta.make_train
+KEYS = jax.random.split(jax.random.PRNGKey(0), 1)
+MAKE_TRAIN, WRITE = disco_meta.make_train, disco.write
+HOLD = """
+import fcntl, sys
+file = open(sys.argv[1], "r+")
+fcntl.lockf(file, fcntl.LOCK_EX)
+print("locked", flush=True)
+sys.stdin.read()
+"""
 
 
 def small(**changes):
@@ -51,10 +64,8 @@ def compile_once():
     made = {}
 
     def make_train_once(config):
-        if config.updates_per_eval < 1:
-            return MAKE_TRAIN(config)
         size = {"num_meta_steps": config.updates_per_eval, "num_evals": 1}
-        key = dataclasses.replace(config, run_dir="", **size)
+        key = dataclasses.replace(config, run_dir="", meta_lr=1e-3, **size)
         if key not in made:
             init, train = MAKE_TRAIN(config)
             state = jax.eval_shape(init, KEYS)
@@ -88,13 +99,14 @@ def alone(function):
 def rollout(rng, length, num_envs=3):
     shape = (length, num_envs)
     return disco.Transition(
-        obs=rng.random((*shape, 3, 3)) < 0.3,
+        obs=rng.random((*shape, 9)) < 0.3,
         action=rng.integers(0, 3, shape),
         logits=rng.normal(size=(*shape, 3)),
         reward=rng.normal(size=shape),
         done=rng.random(shape) < 0.3,
         reset=rng.random(shape) < 0.2,
-        episode=None,
+        episode_return=None,
+        episode_length=None,
     )
 
 
@@ -121,14 +133,14 @@ def test_values_take_no_gradient():
     config = small()
     agent = first_agent(config)
     network, batch = disco.Agent(3, config), rollout(np.random.default_rng(0), 4)
-    target = disco_meta.unroll(network, agent.target_params, batch.obs)
+    target = network.apply(agent.target_params, batch.obs)
 
     def free(params):
-        online = disco_meta.unroll(network, params, batch.obs)
+        online = network.apply(params, batch.obs)
         return disco.compute_values(online, target, batch, config).returns.sum()
 
     def stopped(params):
-        online = disco_meta.unroll(network, params, batch.obs)
+        online = network.apply(params, batch.obs)
         rule = (disco.random_weights(0), online, target, batch, agent.meta, config)
         _, values, meta = disco.disco_rule(*rule)
         return sum(map(jnp.sum, (*values, *meta.advantage)))
@@ -161,22 +173,22 @@ def test_the_meta_gradient_is_that_of_finite_differences():
 
         def parts(meta_net):
             """The regularizer, and the agent's gradient."""
-            online = disco_meta.unroll(network, agent.params, batch.obs)
-            target = disco_meta.unroll(network, agent.target_params, batch.obs)
+            online = network.apply(agent.params, batch.obs)
+            target = network.apply(agent.target_params, batch.obs)
             rule = (meta_net, online, target, batch, agent.meta, config)
             targets, values, _ = disco.disco_rule(*rule)
 
             def loss(params):
-                taken = disco_meta.unroll(network, params, batch.obs, batch.action)
+                taken = network.apply(params, batch.obs, batch.action)
                 return disco.disco_loss(taken, targets, values.returns, batch, config)[0]
 
             penalty = disco_meta.regularizer(targets, target.logits[:-1])
             return penalty, jax.grad(loss)(agent.params)
 
         _, first = alone(parts)(meta_net)
-        logits = disco_meta.unroll(network, after.params, valid.obs).logits
+        logits = network.apply(after.params, valid.obs).logits
         _, advantage = disco_meta.critic_advantage(after.critic, logits, valid, config)
-        moments = alone(lambda x: after.moments.update(x, config.ema_decay))(advantage)
+        moments = alone(lambda x: after.moments.add(x, config.ema_decay))(advantage)
         mean, std = moments.mean_and_std()
         advantage = (advantage - mean) / std
 
@@ -185,7 +197,7 @@ def test_the_meta_gradient_is_that_of_finite_differences():
             penalty, grads = parts(meta_net)
             move = lambda x, g, at: x - config.lr * g / (np.abs(at) + 1e-8)
             params = jax.tree.map(move, agent.params, grads, first)
-            output = disco_meta.unroll(network, params, valid.obs, valid.action)
+            output = network.apply(params, valid.obs, valid.action)
             entropy = lambda x: -(jax.nn.softmax(x) * jax.nn.log_softmax(x)).sum(-1).mean()
             log_prob = jax.nn.one_hot(valid.action, 3) * jax.nn.log_softmax(output.logits)
             loss = -(log_prob.sum(-1)[:-1] * advantage).mean()
@@ -224,8 +236,8 @@ def test_the_moments_of_the_advantage_are_those_of_the_training_rollouts():
 
     @jax.jit
     def predict(agent, batch):
-        logits = disco_meta.unroll(network, agent.params, batch.obs).logits
-        value = disco.unsquash(disco_meta.unroll(disco_meta.Critic(), agent.critic, batch.obs))
+        logits = network.apply(agent.params, batch.obs).logits
+        value = disco.unsquash(disco_meta.Critic().apply(agent.critic, batch.obs))
         taken = jax.nn.one_hot(batch.action, 3)
         log_prob = (taken * jax.nn.log_softmax(logits)).sum(-1)
         ratio = jnp.exp(log_prob - (taken * jax.nn.log_softmax(batch.logits)).sum(-1))
@@ -286,7 +298,8 @@ def test_a_run_trains_every_weight_and_disco_takes_the_result(tmp_path):
         *(("1", "0", "39"), ("1", "1", "39"), ("2", "0", "78"), ("2", "1", "78")),
     ]
     names = {"meta/loss", "meta/policy", "meta/entropy", "meta/grad_norm", "episode/return"}
-    names |= {"loss/total", "policy/entropy", "optim/grad_norm", "eval/return", "time/sps"}
+    names |= {"loss/policy", "policy/entropy", "optim/grad_norm", "eval/return", "eval/length"}
+    names |= {"episode/length", "episode/count", "time/sps"}
     assert names <= rows[0].keys() and np.isfinite([float(rows[3][name]) for name in names]).all()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["script"] == "disco_meta" and summary["env_steps"] == 78
@@ -295,24 +308,23 @@ def test_a_run_trains_every_weight_and_disco_takes_the_result(tmp_path):
 
 
 def test_a_killed_run_continues_to_the_same_bytes_and_can_be_extended(tmp_path, monkeypatch):
-    """Interrupted before and after each file of the first call."""
+    """It ends before and after each file of the first call."""
     twin, path = tmp_path / "twin", tmp_path / "run"
     assert run(disco_meta, *flags(small(run_dir=str(twin))))[0] == 0
-    write = disco.write
-    for name in ("metrics.csv", "weights.npz", "checkpoint.msgpack"):
+    for name in ("config.json", "weights.npz", "checkpoint.msgpack"):
         for after in (False, True):
 
             def interrupt(path, content, name=name, after=after):
                 if path.name != name or after:
-                    write(path, content)
+                    WRITE(path, content)
                 if path.name == name:
                     raise KeyboardInterrupt
 
             with monkeypatch.context() as patch:
                 patch.setattr(disco, "write", interrupt)
                 patch.setattr(disco_meta, "write", interrupt)
-                code, _, _ = run(disco_meta, *flags(small(run_dir=str(path))))
-            assert code.startswith("interrupted: continue with --run-dir")
+                with pytest.raises(KeyboardInterrupt):
+                    run(disco_meta, *flags(small(run_dir=str(path))))
             assert path.joinpath("checkpoint.msgpack").exists() == (
                 after and name == "checkpoint.msgpack"
             )
@@ -320,18 +332,64 @@ def test_a_killed_run_continues_to_the_same_bytes_and_can_be_extended(tmp_path, 
     assert code == 0, err
     assert learned(path) == learned(twin)
     assert (path / "weights.npz").read_bytes() == (twin / "weights.npz").read_bytes()
+    code, out, _ = run(disco_meta, "--run-dir", path)
+    assert code == 0 and "already finished" in out and learned(path) == learned(twin)
 
-    code, _, err = run(disco_meta, "--run-dir", path, "--meta-lr", "0.5")
-    assert code == 2 and f"{path} has meta_lr = 0.001, not 0.5" in err
+    # Any option that leaves the arrays as they are may change.
     longer = ("--num-meta-steps", 3, "--num-evals", 3)
-    code, _, err = run(disco_meta, "--run-dir", path, *longer)
+    code, _, err = run(disco_meta, "--run-dir", path, *longer, "--meta-lr", "0.5")
     assert code == 0 and len(read_rows(path)) == 6, err
+    assert json.loads((path / "config.json").read_text())["meta_lr"] == 0.5
+    files = content(path)
+    for wrong in (["--num-envs", "6"], ["--hidden-size", "4"], ["--num-agents", "3"]):
+        code, _, err = run(disco_meta, "--run-dir", path, "--num-meta-steps", "9", *wrong)
+        assert code == 2 and err.count("\n") == 1, err
+    assert content(path) == files
     (path / "checkpoint.msgpack").write_bytes(b"cut")
     code, _, err = run(disco_meta, "--run-dir", path)
-    assert code == 2 and "checkpoint.msgpack is unusable" in err
+    assert code == 2 and err.count("\n") == 1 and "checkpoint.msgpack" in err
+    (path / "config.json").write_text("[]")
+    code, _, err = run(disco_meta, "--run-dir", path)
+    assert code == 2 and err.count("\n") == 1 and "disco_meta.py" in err
 
 
-def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
+def test_two_processes_cannot_share_a_run_folder(tmp_path):
+    """The lock is that of another process: one process may open a file twice."""
+    words = [*flags(small(run_dir=str(tmp_path)))]
+    assert run(disco_meta, *words)[0] == 0
+    files = content(tmp_path)
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path / "metrics.csv")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        code, _, err = run(disco_meta, *words, "--num-meta-steps", "4")
+    finally:
+        holder.communicate()
+    assert code == 2 and "in use by another process" in err and err.count("\n") == 1
+    assert content(tmp_path) == files
+
+
+def test_ctrl_c_is_one_line_even_during_the_imports(tmp_path):
+    words = [sys.executable, "-W", "ignore", str(ROOT / "disco_meta.py")]
+    words += ["--run-dir", str(tmp_path / "run")]
+    for wait in (1.0, 6.0):
+        process = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=for_a_process()
+        )
+        time.sleep(wait)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == 130
+        assert err.decode().split("\n")[1:] == [
+            f"interrupted; to continue: python {ROOT}/disco_meta.py --run-dir {tmp_path}/run",
+            "",
+        ]
+
+
+def test_a_run_that_diverges_keeps_its_last_checkpoint(tmp_path, monkeypatch):
     """The gradient of the second call is NaN."""
     config = small(run_dir=str(tmp_path))
     init, train = disco_meta.make_train(config)
@@ -339,7 +397,7 @@ def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
 
     def diverging(state):
         state, metrics = compiled(state)
-        calls.append(jax.tree.map(np.array, state.meta_net))
+        calls.append(jax.tree.map(lambda x: np.array(x[0]), state.meta_net))
         if len(calls) == 2:
             metrics["meta/grad_norm"] *= np.nan
         return state, metrics
@@ -347,8 +405,8 @@ def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
     lowered = types.SimpleNamespace(compile=lambda: diverging)
     train = types.SimpleNamespace(lower=lambda state: lowered)
     monkeypatch.setattr(disco_meta, "make_train", lambda config: (init, train))
-    code, _, _ = run(disco_meta, *flags(config))
-    assert code == "error: NaN or inf at meta step 2: lower meta_lr"
+    code, _, err = run(disco_meta, *flags(config))
+    assert code == 2 and "with a lower meta_lr" in err
     assert not (tmp_path / "summary.json").exists()
     weights = (tmp_path / "weights.npz").read_bytes()
     assert weights == disco_meta.weights_file(calls[0])
@@ -357,36 +415,36 @@ def test_a_run_that_diverges_ends_with_the_meta_step(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--lr", "nan"], "lr = nan is not in (0, 1e+18]"),
-        (["--meta-lr", "-1"], "meta_lr = -1.0 is not in (0, "),
-        (["--critic-gamma", "1.5"], "critic_gamma = 1.5 is not in [0, 1]"),
-        (["--valid-steps", "1"], "valid_steps = 1 is not in [2, "),
+        (["--valid-steps", "1"], "valid_steps must be at least 2"),
         (["--env-id", "Catsh-8x8"], "unknown env_id Catsh-8x8: did you mean Catch-8x8"),
+        (["--env-params", '{"max_steps_in_episode": "9"}'], "env_params: max_steps_in_episode"),
         (["--weights", "missing.npz"], "cannot read missing.npz"),
-        (["--num-evals", "3"], "num_meta_steps must be >= num_evals = 3"),
+        (["--weights", str(ROOT / "pyproject.toml")], "cannot read"),
+        (["--seed", str(2**32)], f"seed = {2**32} is not in"),
         (["--run-dir", "/dev/null/run"], "/dev/null/run"),
     ],
 )
-def test_a_wrong_input_is_an_error_before_compiling(words, message, monkeypatch):
+def test_a_wrong_input_is_an_error_before_compiling(words, message, monkeypatch, tmp_path):
+    class Compiles(Exception):
+        pass
+
     def compile(*args):
-        raise AssertionError("compiles")
+        raise Compiles
 
-    monkeypatch.setattr(disco, "restore", compile)  # it comes next
-    code, _, err = run(disco_meta, *flags(small()), *words)
-    assert code == 2 and message in err and "Traceback" not in err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jax, "pmap", lambda *args, **options: compile)
+    code, _, err = run(disco_meta, *flags(small(num_meta_steps=3)), *words)
+    assert code == 2 and message in err and err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_it_starts_from_released_and_from_own_weights(tmp_path, monkeypatch):
+def test_it_starts_from_given_and_from_random_weights(tmp_path):
     meta_net = disco.random_weights(3)
-    (tmp_path / "own.npz").write_bytes(
-        disco_meta.weights_file(jax.tree.map(lambda x: x[None], meta_net))
-    )
-    own = disco_meta.load_weights(small(weights=str(tmp_path / "own.npz")))
-    jax.tree.map(np.testing.assert_array_equal, own, meta_net)
-    seeded = disco_meta.load_weights(small(seed=3))
-    jax.tree.map(np.testing.assert_array_equal, seeded, meta_net)
-    monkeypatch.setattr(disco, "load_weights", lambda source: {"": "Disco103"}[source])
-    assert disco_meta.load_weights(small(weights="disco103")) == "Disco103"
+    (tmp_path / "own.npz").write_bytes(disco_meta.weights_file(meta_net))
+    for config in (small(weights=str(tmp_path / "own.npz")), small(seed=3)):
+        init, _ = MAKE_TRAIN(config)
+        found = jax.tree.map(lambda x: x[0], init(KEYS).meta_net)
+        jax.tree.map(np.testing.assert_array_equal, found, meta_net)
 
 
 def test_environments_of_gymnax_train_too():
@@ -394,7 +452,20 @@ def test_environments_of_gymnax_train_too():
     config = small(env_id="CartPole-v1", num_meta_steps=1, num_evals=1)
     init, train = MAKE_TRAIN(config)
     state = jax.eval_shape(init, KEYS)
-    assert state.agents.runner.obs.shape == (1, 2, 3, 4)
+    assert state.runners.obs.shape == (1, 2, 3, 4)
     after, metrics = jax.eval_shape(train, state)
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
-    assert {x.shape for x in metrics.values()} == {(1, 1, 2)}
+    assert {x.shape for x in metrics.values()} == {(1, 2, 1)}
+
+
+def test_it_trains_where_jax_computes_in_double_precision():
+    """What is trained stays in single precision."""
+    with jax.enable_x64(True):
+        init, train = MAKE_TRAIN(small())
+        state = jax.eval_shape(init, KEYS)
+        after, metrics = jax.eval_shape(train, state)
+        describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+        assert describe(after) == describe(state)
+        names = {x.dtype.name for x in jax.tree.leaves(state)}
+        assert names == {"float32", "int32", "uint32", "bool"}
+        assert {x.dtype.name for x in metrics.values()} == {"float32"}

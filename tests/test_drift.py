@@ -1,6 +1,8 @@
 """The drifts of ppo_drift.py, against NumPy; the rest of the script is that of ppo_ff.py."""
 
+import csv
 import math
+import types
 
 import distrax
 import jax
@@ -8,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import load_script, tiny
-from test_cli import compiling_once, flags, learned, run
 
 module = load_script("ppo_drift")
 DRIFTS = module.Config.__dataclass_fields__["drift"].type.__args__
@@ -55,12 +56,13 @@ def loss_and_logits(drift, kl_coef=3.0):
     log_prob = np.log(softmax(old)[np.arange(32), action])
     fields = dict.fromkeys(module.Transition._fields)
     fields |= {"obs": jnp.float32(new), "logits": jnp.float32(old), "action": jnp.array(action)}
-    batch = module.Transition(**{**fields, "log_prob": jnp.float32(log_prob), "value": None})
-    apply_fn = lambda _, obs: (distrax.Categorical(obs), jnp.float32(0))
-    config = tiny(module, drift=drift, ent_coef=0.0, vf_coef=0.0)
+    batch = module.Transition(**{**fields, "log_prob": jnp.float32(log_prob)})
+    network = types.SimpleNamespace(apply=lambda _, obs: (distrax.Categorical(obs), jnp.zeros(32)))
+    config = tiny(module, drift=drift, vf_coef=0.0)
     advantage, target = jnp.float32(rng.normal(0, 1, 32)), jnp.zeros(32)
-    args = (None, apply_fn, batch, advantage, target, jnp.float32(kl_coef), config)
-    return *module.ppo_loss(*args), old, new, action, np.array(advantage)
+    coefs = (0.0, jnp.float32(kl_coef))
+    loss, metrics = module.ppo_loss(None, network, batch, advantage, target, *coefs, config)
+    return loss, metrics, old, new, action, np.array(advantage)
 
 
 def softmax(logits):
@@ -104,56 +106,72 @@ def test_the_coefficient_recovers_from_updates_without_change():
 
 
 # ---------------------------------------- training
-def train(drift):
+def train(drift, module=module):
     """State, and metrics of the updates of one seed on one device."""
-    config = tiny(module, drift=drift, num_evals=1, lr=1e-2, adaptive_kl_target=1e-3)
-    init, train, *_ = module.make_train(config)
-    state, metrics = train(init(jax.random.split(jax.random.key(0), jax.local_device_count())))
-    return state, {name: np.array(x)[0, :, 0] for name, x in metrics.items()}
+    options = {"drift": drift, "adaptive_kl_target": 1e-3} if drift else {}
+    init, train, *_ = module.make_train(tiny(module, num_evals=1, lr=1e-2, **options))
+    keys = jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())
+    state, metrics = train(init(keys))
+    return state, {name: np.array(x)[0, 0] for name, x in metrics.items()}
 
 
-def test_clip_trains_what_ppo_ff_trains():
-    ppo_ff = load_script("ppo_ff")
-    init, train_ff, *_ = ppo_ff.make_train(tiny(ppo_ff, num_evals=1, lr=1e-2))
-    expected, _ = train_ff(init(jax.random.split(jax.random.key(0), jax.local_device_count())))
-    state, _ = train("clip")
+@pytest.fixture(scope="module")
+def trained():
+    return {drift: train(drift) for drift in DRIFTS}
+
+
+def test_clip_trains_what_ppo_ff_trains(trained):
+    expected, _ = train(None, load_script("ppo_ff"))
+    state, _ = trained["clip"]
     check = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5)
     jax.tree.map(check, state.params, expected.params)
 
 
-def test_every_drift_trains_in_its_own_way():
+def test_every_drift_trains_in_its_own_way(trained):
     ends = []
-    for drift in DRIFTS:
-        state, metrics = train(drift)
-        assert all(np.isfinite(metrics[name]).all() for name in ("loss/total", "policy/kl"))
+    for state, metrics in trained.values():
+        assert all(np.isfinite(metrics[name]).all() for name in ("loss/policy", "policy/kl"))
         ends.append(np.concatenate([x.ravel() for x in jax.tree.leaves(state.params)]))
     assert len({end.tobytes() for end in ends}) == len(DRIFTS)
 
 
-def test_the_adaptive_coefficient_follows_the_kl_of_each_update():
-    _, metrics = train("adaptive_kl")
+def test_the_adaptive_coefficient_follows_the_kl_of_each_update(trained):
+    _, metrics = trained["adaptive_kl"]
     coef, kl = metrics["policy/kl_coef"], metrics["policy/kl"]
     factor = np.where(kl < 1e-3 / 1.5, 0.5, np.where(kl > 1.5e-3, 2, 1))
     np.testing.assert_array_equal(coef[1:], (coef * factor)[:-1])
     assert coef[0] == 1 and len(set(coef)) > 2
 
 
-@compiling_once(module)
-def test_an_interrupted_run_keeps_its_coefficient(tmp_path):
-    words = flags(tiny(module, drift="adaptive_kl", num_evals=4, adaptive_kl_target=1e-3))
-    code, _, err = run(module, *words, "--run-dir", tmp_path / "whole")
-    assert code == 0, err
-    write_rows, calls = module.write_rows, []
+def test_the_penalty_keeps_the_coefficient_of_the_options(trained):
+    _, metrics = trained["kl_penalty"]
+    assert set(metrics["policy/kl_coef"]) == {1}
 
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        write_rows(*args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_rows", stop)
-        assert "interrupted" in run(module, *words, "--run-dir", tmp_path / "cut")[0]
-    code, _, err = run(module, "--run-dir", tmp_path / "cut")
-    assert code == 0, err
-    assert learned(tmp_path / "cut") == learned(tmp_path / "whole")
+class Killed(BaseException):
+    pass
+
+
+def test_a_killed_run_keeps_its_coefficient(tmp_path, monkeypatch):
+    options = {"drift": "adaptive_kl", "num_evals": 4, "adaptive_kl_target": 1e-3}
+    config = lambda name: tiny(module, run_dir=str(tmp_path / name), **options)
+    module.main(config("whole"))
+    write, written = module.write, []
+
+    def killed(path, content):
+        written.append(path.name)
+        if written.count("checkpoint.msgpack") == 3:  # rows are there, the checkpoint is not
+            raise Killed
+        write(path, content)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(module, "write", killed)
+        module.main(config("cut"))
+    module.main(config("cut"))
+    whole, cut = (tmp_path / name / "checkpoint.msgpack" for name in ("whole", "cut"))
+    assert whole.read_bytes() == cut.read_bytes()
+    whole, cut = (list(csv.DictReader(open(x.with_name("metrics.csv")))) for x in (whole, cut))
+    assert len({row["policy/kl_coef"] for row in whole}) > 2
+    for row in (*whole, *cut):
+        del row["time/sps"]
+    assert whole == cut

@@ -14,15 +14,26 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xminigrid
-from conftest import ROOT, SCRIPTS, load_script, with_devices
+from conftest import ROOT, SCRIPTS, TINY, load_script, tiny, with_devices
 from probes import look, make_player, probe_config, probes_for, start, to_numpy
 
+TRAINABLE = [path.stem for path in ROOT.glob("*.py") if "\ndef make_train(" in path.read_text()]
+OTHER_SIZES = {
+    "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
+    "disco": {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2},
+}
 TIMES = list(range(7))  # states of Clock, with the final observation of a time limit
 
 
 def assert_same(actual, expected):
     """Bit for bit, NaN included."""
     jax.tree.map(np.testing.assert_array_equal, to_numpy(actual), to_numpy(expected))
+
+
+def assert_close(actual, expected):
+    """The same shapes and types, and the same numbers up to rounding."""
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, strict=True)
+    jax.tree.map(close, to_numpy(actual), to_numpy(expected))
 
 
 def differs(actual, expected):
@@ -51,12 +62,13 @@ def recorded(module):
     records = []
     rng = np.random.default_rng(0)
     compute_gae = module.compute_gae
-    names = ("reward", "value", "next_value", "terminated", "done", "target")
+    names = ("value", "terminated", "done")
 
-    def record(*args):
-        store = lambda *arrays: records.append(dict(zip(names, to_numpy(arrays), strict=True)))
-        advantage, target = compute_gae(*args)
-        jax.debug.callback(store, *args[:5], target)
+    def record(rollout, next_value, *args):
+        advantage, target = compute_gae(rollout, next_value, *args)
+        arrays = {name: getattr(rollout, name) for name in names}
+        arrays |= {"next_value": next_value, "target": target}
+        jax.debug.callback(lambda arrays: records.append(to_numpy(arrays)), arrays)
         return advantage, target
 
     with probes_for(module) as patch:
@@ -68,6 +80,7 @@ def recorded(module):
         noise = lambda x: x + jnp.array(rng.normal(scale=0.5, size=x.shape), x.dtype)
         weights = jax.tree.map(noise, state.params["params"])
         state = state._replace(params={**state.params, "params": weights})
+        runners = of_seed(to_numpy(state.runners), 0)
         policies = []
         metrics = []
         for _ in range(8):
@@ -75,8 +88,9 @@ def recorded(module):
             state, measured = train(state)
             jax.effects_barrier()
             metrics.append(values_of(measured))
-        records = {name: np.concatenate([r[name] for r in records]) for name in names}  # [T, N]
-        times = np.zeros(records["done"].shape, int)
+        records = {name: np.concatenate([r[name] for r in records]) for name in records[0]}
+        times = np.zeros(records["done"].shape, int)  # [T, N]
+        times[0] = np.where(runners.done, 0, runners.episode_length)  # after a first rollout
         for t in range(len(times) - 1):
             times[t + 1] = np.where(records["done"][t], 0, times[t] + 1)
         values = np.array([look(module, config, policy, TIMES)[1] for policy in policies])
@@ -116,10 +130,10 @@ def test_metrics_of_a_rollout(recorded):
         part = slice(update * config.num_steps, (update + 1) * config.num_steps)
         lengths = times[part][records["done"][part]] + 1
         assert measured["episode/count"] == len(lengths)
-        if update == 0:
-            assert len(lengths) == 0
+        assert len(lengths) == 0 or times[0].any() or update > 0
+        if len(lengths) == 0:
             assert np.isnan(measured["episode/return"]) and np.isnan(measured["episode/length"])
-        if len(lengths):
+        else:
             returns = lengths * (lengths + 1) / 2  # 1 + 2 + ...
             np.testing.assert_allclose(measured["episode/length"], lengths.mean(), rtol=1e-6)
             np.testing.assert_allclose(measured["episode/return"], returns.mean(), rtol=1e-6)
@@ -138,9 +152,12 @@ def key_after(key, config, updates):
     return np.array(key)
 
 
+OTHER_SEEDS = (2.0, np.nan, np.inf)  # factors of the parameters of seed 1
+
+
 @pytest.fixture(scope="module")
 def calls(module):
-    """The state after four updates: in one call, again, with another seed 1, alone, in two calls.
+    """The state after four updates: in one call, again, alone, in two calls, with other seeds 1.
 
     The two calls evaluate greedily. The evaluation between them draws a key, which is put back.
     """
@@ -154,21 +171,24 @@ def calls(module):
         init, train, *_ = module.make_train(config)
         greedy = dataclasses.replace(config, num_evals=2, eval_greedy=True)
         _, half, *_ = module.make_train(greedy)
-        device_keys = jax.random.split(jax.random.key(0), 1)
+        device_keys = jax.random.split(jax.random.PRNGKey(0), 1)
         before = to_numpy(init(device_keys))
-        other = jax.tree.map(lambda x: x.at[:, 1].multiply(2.0), init(device_keys).params)
         result = {
             "before": before,
             "whole": train(init(device_keys)),
             "again": train(init(device_keys)),
-            "other": train(init(device_keys)._replace(params=other)),
         }
+        for factor in OTHER_SEEDS:
+            factors = jnp.array([1, factor], jnp.float32)  # [S]
+            scale = lambda x, y=factors: x * y.reshape(-1, *[1] * (x.ndim - 2))
+            scaled = jax.tree.map(scale, init(device_keys).params)
+            result[factor] = train(init(device_keys)._replace(params=scaled))
         _, train_one, *_ = module.make_train(dataclasses.replace(config, num_seeds=1))
         result["single"] = train_one(jax.tree.map(lambda x: x[:, :1], init(device_keys)))
         first, first_metrics = to_numpy(half(init(device_keys)))
         keys = np.array([key_after(key, config, 2) for key in before.key[0]])
         second, second_metrics = half(first._replace(key=keys[None]))
-        join = lambda x, y: np.concatenate([x, y], axis=1)
+        join = lambda x, y: np.concatenate([x, y], axis=-1)
         result["halves"] = second, jax.tree.map(join, first_metrics, to_numpy(second_metrics))
         result["actions"] = [
             look(module, greedy, of_seed(to_numpy(second.params), seed), TIMES[:5])[0]
@@ -183,65 +203,64 @@ def test_training_is_deterministic(calls):
 
 
 def test_one_call_is_the_same_as_two_of_half_the_length(calls):
-    """Bit for bit, but for the evaluations."""
+    """But for the evaluations, and for rounding: they are two programs."""
     state, metrics = calls["halves"]
     expected, expected_metrics = calls["whole"]
-    evaluation = ("best", "eval_return", "best_return", "absolute_return")
-    ignored = dict.fromkeys(evaluation)
-    assert_same(state._replace(**ignored), expected._replace(**ignored))
+    ignored = dict.fromkeys(("eval_return", "best_return", "best_params"))
+    assert_close(state._replace(**ignored), expected._replace(**ignored))
     for name, x in expected_metrics.items():
-        if name != "eval/return":
-            np.testing.assert_array_equal(metrics[name], x, err_msg=name)
+        if not name.startswith("eval/"):
+            assert_close(metrics[name], x)
 
 
 def test_evaluation_is_measured_after_the_last_update_of_a_call(calls):
     for name, rows in (("whole", [3]), ("halves", [1, 3])):
         state, metrics = calls[name]
-        measured = np.isfinite(metrics["eval/return"])  # [D, updates, S]
-        np.testing.assert_array_equal(measured.all((0, 2)), np.isin(range(4), rows))
-        np.testing.assert_array_equal(measured.any((0, 2)), np.isin(range(4), rows))
-        np.testing.assert_array_equal(metrics["eval/return"][:, 3], state.eval_return)
+        for measured in (metrics["eval/return"], metrics["eval/length"]):  # [D, S, updates]
+            expected = np.broadcast_to(np.isin(range(4), rows), measured.shape)
+            np.testing.assert_array_equal(np.isfinite(measured), expected)
+        np.testing.assert_array_equal(metrics["eval/return"][..., 3], state.eval_return)
 
 
 def test_greedy_evaluation_by_hand(calls):
     """Clock gives 1 + ... + 5 if the most likely action at time 4 is 1, and 6 more if not."""
-    state, _ = calls["halves"]
+    state, metrics = calls["halves"]
     expected = [15 if actions[4] > 0.5 else 21 for actions in calls["actions"]]
     np.testing.assert_array_equal(state.eval_return[0], expected)
+    expected = [5 if actions[4] > 0.5 else 6 for actions in calls["actions"]]
+    np.testing.assert_array_equal(metrics["eval/length"][0, :, 3], expected)
     whole, _ = calls["whole"]
     assert (whole.eval_return != state.eval_return).any()  # of sampled actions
 
 
 def test_seeds_are_different_agents(calls):
     for state in (calls["before"], calls["whole"][0]):
-        assert differs(of_seed(state.params["params"], 0), of_seed(state.params["params"], 1))
+        assert differs(of_seed(state.params, 0), of_seed(state.params, 1))
         assert (state.key[:, 0] != state.key[:, 1]).any()
 
 
-def test_seeds_are_independent(calls):
-    whole, metrics = calls["whole"]
-    other, other_metrics = calls["other"]
+@pytest.mark.parametrize("factor", OTHER_SEEDS)
+def test_seeds_are_independent(calls, factor):
+    """Also of one that has diverged."""
+    (whole, metrics), (other, other_metrics) = calls["whole"], calls[factor]
     assert_same(of_seed(other, 0), of_seed(whole, 0))
-    first = lambda x: x[:, :, 0]
-    assert_same(jax.tree.map(first, other_metrics), jax.tree.map(first, metrics))
-    assert differs(of_seed(whole.params["params"], 1), of_seed(other.params["params"], 1))
+    assert_same(of_seed(other_metrics, 0), of_seed(metrics, 0))
+    norm = other_metrics["optim/grad_norm"][0, 1]
+    assert (np.isfinite(norm) == np.isfinite(factor)).all()
+    assert (norm != metrics["optim/grad_norm"][0, 1]).all()
+    if np.isfinite(factor):
+        assert differs(of_seed(whole.params, 1), of_seed(other.params, 1))
 
 
 def test_a_single_seed_is_trained_as_the_first_of_two(calls):
     """It may be another program, without vmap: same shapes, and same numbers up to rounding."""
-    first = (
-        jax.tree.map(lambda x: x[:, :1], calls["whole"][0]),
-        {name: x[:, :, :1] for name, x in calls["whole"][1].items()},
-    )
-    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, strict=True)
-    jax.tree.map(close, to_numpy(calls["single"]), to_numpy(first))
+    first = jax.tree.map(lambda x: x[:, :1], calls["whole"])
+    assert_close(calls["single"], first)
 
 
 def test_training_changes_every_parameter(calls):
     change = lambda x, y: np.abs(x - y).max() > 0
-    changes = jax.tree.map(
-        change, calls["before"].params["params"], calls["whole"][0].params["params"]
-    )
+    changes = jax.tree.map(change, calls["before"].params, calls["whole"][0].params)
     assert all(jax.tree.leaves(changes)), changes
 
 
@@ -252,12 +271,56 @@ def test_metrics_do_not_grow_with_the_rollout(module):
             sizes = {"num_envs": num_envs, "num_steps": num_steps, "num_seeds": 2}
             sizes["total_timesteps"] = 6 * num_envs * num_steps
             init, train, *_ = module.make_train(probe_config(module, "Clock", **sizes))
-            key = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
-            state = jax.eval_shape(init, key)
+            state = jax.eval_shape(init, jax.random.split(jax.random.PRNGKey(0), 1))
             _, metrics = jax.eval_shape(train, state)
-            assert {(x.shape, str(x.dtype)) for x in metrics.values()} == {((1, 3, 2), "float32")}
+            assert {(x.shape, str(x.dtype)) for x in metrics.values()} == {((1, 2, 3), "float32")}
             shapes.append(jax.tree.map(lambda x: x.shape, state))
     assert shapes[2] == shapes[0]  # nor does the carry between updates
+
+
+@pytest.mark.parametrize("script", TRAINABLE)
+def test_double_precision_leaves_every_type_as_it_is(script):
+    """JAX_ENABLE_X64=1: of other programs in the process, or of an environment."""
+    module = load_script(script)
+    config = tiny(module) if script in TINY else module.Config(**OTHER_SIZES.get(script, {}))
+    describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    with jax.enable_x64(True):
+        init, train, *_ = module.make_train(config)
+        key = jax.ShapeDtypeStruct((1, 2), jnp.uint32)
+        state = jax.eval_shape(init, key)
+        after, metrics = jax.eval_shape(train, state)
+    assert describe(after) == describe(state)
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    own = {x.dtype.name for path, x in leaves if ".env_state" not in jax.tree_util.keystr(path)}
+    assert own <= {"float32", "int32", "uint32", "uint8", "bool"}
+    assert {x.dtype.name for x in metrics.values()} == {"float32"}
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "ppo_drift", "ppo_vtrace"])
+def test_a_final_observation_of_nan_is_not_used(script):
+    """As of a simulator that ends an episode because its state is NaN."""
+    module = load_script(script)
+    with probes_for(module) as patch:
+        make_env = module.make_env
+
+        def make_broken_env(config):
+            reset, step, *space = make_env(config)
+
+            def broken_step(key, env_state, action):
+                *outcome, terminated, truncated, next_obs = step(key, env_state, action)
+                is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+                spoil = lambda x: jnp.where(terminated, jnp.nan, x) if is_float(x) else x
+                return *outcome, terminated, truncated, jax.tree.map(spoil, next_obs)
+
+            return reset, broken_step, *space
+
+        patch.setattr(module, "make_env", make_broken_env)
+        state, train = start(module, probe_config(module, "Tasks", num_evals=1))
+        state, metrics = to_numpy(train(state))
+    assert metrics["episode/count"].sum() > 20
+    for path, x in jax.tree_util.tree_leaves_with_path((state.params, state.opt_state)):
+        assert np.isfinite(x).all(), path
+    assert np.isfinite(state.eval_return).all() and np.isfinite(metrics["loss/value"]).all()
 
 
 @pytest.mark.parametrize("script", ["ppo_ff", "ppo_rnn"])  # the same functions as in the others
@@ -267,8 +330,8 @@ def test_sweep_over_traced_numbers_is_that_of_separate_runs(script):
     numbers = {"lr": [1e-2, 1e-3], "ent_coef": [0.0, 0.3], "gamma": [0.9, 0.8]}
     with probes_for(module):
         config = probe_config(module, "Clock", total_timesteps=64)
-        device_keys = jax.random.split(jax.random.key(0), 1)
-        seed_key = jax.random.split(jax.random.key_data(device_keys[0]), 1)[0]
+        device_key = jax.random.split(jax.random.PRNGKey(0), 1)[0]
+        seed_key = jax.random.split(device_key, 1)[0]
 
         def run(key, numbers):
             swept = dataclasses.replace(config, **numbers)
@@ -284,8 +347,8 @@ def test_sweep_over_traced_numbers_is_that_of_separate_runs(script):
     close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
     jax.tree.map(close, of_seed(state, 1), of_seed(alone_state, 0))
     for name, x in alone_metrics.items():
-        np.testing.assert_allclose(metrics[name][0, 1], x[0, :, 0], atol=1e-5, err_msg=name)
-    assert differs(of_seed(state.params["params"], 0), of_seed(state.params["params"], 1))
+        np.testing.assert_allclose(metrics[name][0, 1], x[0, 0], atol=1e-5, err_msg=name)
+    assert differs(of_seed(state.params, 0), of_seed(state.params, 1))
 
 
 # ------------------------------------- evaluation
@@ -306,7 +369,9 @@ def evaluated(module):
             return reset, *rest
 
         # The first update ends the first episode of each environment, and no other.
-        sizes = {"num_steps": 6, "total_timesteps": 6 * 24, "num_evals": 6, "eval_episodes": 5}
+        num_steps = 3 if module.SCRIPT == "ppo_obs_norm" else 6  # it starts with a first rollout
+        sizes = {"num_steps": num_steps, "total_timesteps": 24 * num_steps}
+        sizes |= {"num_evals": 6, "eval_episodes": 5}
         config = probe_config(module, "Clock", num_seeds=2, lr=0.02, **sizes)
         with pytest.MonkeyPatch.context() as recording:
             recording.setattr(module, "make_env", make_recorded_env)
@@ -321,59 +386,38 @@ def evaluated(module):
     return config, states, metrics, reset_keys
 
 
-def play_evaluation(play, params, key, episodes):
-    """The mean return of full episodes in a Python loop, and the key after it."""
-    key, eval_key = jax.random.split(key)
-    return np.mean([play(params, k)[0] for k in jax.random.split(eval_key, episodes)]), key
-
-
 def test_evaluation_is_that_of_a_python_loop(module, evaluated):
     config, states, metrics, _ = evaluated
     with probes_for(module):
         play = make_player(module, config)
+    lengths = []
     for seed in (0, 1):
-        for before, after, measured in zip(states[:5], states[1:6], metrics[:5], strict=True):
-            key = key_after(before.key[0, seed], config, 1)
-            params = of_seed(after.params, seed)
-            expected, key = play_evaluation(play, params, key, config.eval_episodes)
-            np.testing.assert_allclose(after.eval_return[0, seed], expected, rtol=1e-6)
-            assert measured["eval/return"][0, 0, seed] == after.eval_return[0, seed]
+        for before, after, measured in zip(states[:-1], states[1:], metrics, strict=True):
+            key, eval_key = jax.random.split(key_after(before.key[0, seed], config, 1))
+            keys = jax.random.split(eval_key, config.eval_episodes)
+            episodes = [play(of_seed(after.params, seed), key) for key in keys]
+            expected_return, expected_length = np.mean(episodes, 0)
+            np.testing.assert_allclose(after.eval_return[0, seed], expected_return, rtol=1e-6)
+            assert measured["eval/return"][0, seed, 0] == after.eval_return[0, seed]
+            lengths.append(measured["eval/length"][0, seed, 0])
+            np.testing.assert_allclose(lengths[-1], expected_length, rtol=1e-6)
             np.testing.assert_array_equal(after.key[0, seed], key)
-
-
-def test_absolute_return_is_that_of_the_best_after_the_last_update(module, evaluated):
-    """Ten rounds of new episodes of the best parameters, in a Python loop."""
-    config, states, _, _ = evaluated
-    with probes_for(module):
-        play = make_player(module, config)
-    before, last = states[-2:]
-    for state in states[:-1]:
-        assert (state.absolute_return == 0).all()
-    for seed in (0, 1):
-        key = key_after(before.key[0, seed], config, 1)
-        params = of_seed(last.params, seed)
-        eval_return, key = play_evaluation(play, params, key, config.eval_episodes)
-        np.testing.assert_allclose(last.eval_return[0, seed], eval_return, rtol=1e-6)
-        rounds = []
-        for _ in range(10):
-            best = of_seed(last.best, seed)
-            result, key = play_evaluation(play, best, key, config.eval_episodes)
-            rounds.append(result)
-        np.testing.assert_allclose(last.absolute_return[0, seed], np.mean(rounds), rtol=1e-6)
-        np.testing.assert_array_equal(last.key[0, seed], key)
+    assert len(set(lengths)) > 1
 
 
 def test_best_parameters_are_those_of_the_best_evaluation(evaluated):
     _, states, _, _ = evaluated
     assert (states[0].best_return == -np.inf).all()
+    last = []
     for seed in (0, 1):
         returns = np.array([state.eval_return[0, seed] for state in states[1:]])
         best = [np.argmax(returns[: i + 1]) for i in range(6)]  # the first of equals
-        assert 0 < best[-1] < 5 and len(set(best)) > 1, returns  # not trivial
         for i, state in enumerate(states[1:]):
             assert state.best_return[0, seed] == returns[best[i]]
-            assert_same(of_seed(state.best, seed), of_seed(states[1 + best[i]].params, seed))
-    assert differs(of_seed(states[-1].best, 0), of_seed(states[-1].params, 0))
+            best_params = of_seed(states[1 + best[i]].params, seed)
+            assert_same(of_seed(state.best_params, seed), best_params)
+        last.append(best[-1])
+    assert any(0 < i < 5 for i in last), "neither always the first nor the last"
 
 
 def test_training_and_evaluation_share_one_step(module, evaluated):
@@ -381,12 +425,12 @@ def test_training_and_evaluation_share_one_step(module, evaluated):
     config, states, metrics, _ = evaluated
     with probes_for(module):
         play = make_player(module, config)
-    seed_keys = jax.random.split(jax.random.key_data(jax.random.split(jax.random.key(0), 1)[0]), 2)
-    for seed, seed_key in enumerate(seed_keys):
-        _, runner_key, _ = jax.random.split(seed_key, 3)
+    (device_key,) = jax.random.split(jax.random.PRNGKey(0), 1)
+    for seed, seed_key in enumerate(jax.random.split(device_key, 2)):
+        _, _, runner_key = jax.random.split(seed_key, 3)
         params = of_seed(states[0].params, seed)
         episodes = [play(params, key) for key in jax.random.split(runner_key, config.num_envs)]
-        measured = {name: x[0, 0, seed] for name, x in metrics[0].items()}
+        measured = {name: x[0, seed, 0] for name, x in metrics[0].items()}
         assert measured["episode/count"] == config.num_envs
         expected_return, expected_length = np.mean(episodes, 0)
         np.testing.assert_allclose(measured["episode/return"], expected_return, rtol=1e-6)
@@ -396,50 +440,8 @@ def test_training_and_evaluation_share_one_step(module, evaluated):
 def test_no_episode_starts_twice(evaluated):
     """Training and all evaluations of both seeds draw different keys."""
     config, _, _, reset_keys = evaluated
-    episodes = config.num_envs + (6 + 10) * config.eval_episodes
+    episodes = config.num_envs + 6 * config.eval_episodes
     assert len(reset_keys) == len(set(reset_keys)) == 2 * episodes
-
-
-# -------------------------------------- target_kl
-def test_target_kl_ends_the_epochs_of_each_seed_by_itself(module):
-    """Seeds with a large and a small learning rate: the KL of the first ones exceeds the target."""
-    sizes = {"num_seeds": 6, "total_timesteps": 16, "num_evals": 1, "eval_episodes": 1}
-    lr = jnp.array([1e-2, 1e-5] * 3)
-
-    def updater(update_epochs):
-        """Returns update(target_kl) -> state, metrics of all seeds after one update."""
-        config = probe_config(module, "Clock", update_epochs=update_epochs, **sizes)
-
-        def run(state, lr, target_kl):
-            limited = dataclasses.replace(config, lr=lr, target_kl=target_kl)
-            _, _, _, train_seed = module.make_train(limited)
-            return train_seed(state)
-
-        run_seeds = jax.pmap(jax.vmap(run, (0, 0, None)), "devices", in_axes=(0, None, None))
-        return lambda target_kl: to_numpy(run_seeds(initial, lr, jnp.float32(target_kl)))
-
-    def assert_close(actual, expected, seeds):
-        """Parameters, Adam's state and metrics."""
-        close = lambda x, y: np.testing.assert_allclose(x[0, seeds], y[0, seeds], atol=1e-6)
-        for field in ("params", "opt_state"):
-            jax.tree.map(close, getattr(actual[0], field), getattr(expected[0], field))
-        for name, x in expected[1].items():
-            if name != "eval/return":  # of another key
-                close(actual[1][name], x)
-
-    with probes_for(module):
-        initial, _ = start(module, probe_config(module, "Clock", **sizes))
-        one = updater(1)(np.inf)
-        update_thrice = updater(3)
-        three = update_thrice(np.inf)
-        kl = one[1]["policy/approx_kl"][0, :, 0]  # [S] of the first epoch
-        stopped = np.array(lr) > 1e-3
-        target = 0.99 * float(kl[stopped].min())
-        assert three[1]["policy/approx_kl"][0, ~stopped].max() < target
-        limited = update_thrice(target)
-    assert_close(limited, one, stopped)
-    assert_close(limited, three, ~stopped)
-    assert differs(one[0].params["params"], three[0].params["params"])
 
 
 # ----------------------------------- many devices
@@ -461,8 +463,8 @@ for script in scripts:
         sizes["eval_episodes"] = 4 * devices
         config = probe_config(module, "Clock", num_seeds=2, lr=1e-2, **sizes)
         init, train, *_ = module.make_train(config)
-        key = jax.random.key(0)
-        same = jax.random.wrap_key_data(np.stack([jax.random.key_data(key)] * devices))
+        key = jax.random.PRNGKey(0)
+        same = np.stack([key] * devices)
         for name, keys in (("same", same), ("different", jax.random.split(key, devices))):
             state, _ = train(init(keys))
             state, metrics = train(state)
@@ -495,8 +497,7 @@ def many_devices(tmp_path_factory):
 
 def test_devices_hold_the_same_network(many_devices, module):
     arrays = many_devices(module.SCRIPT, "different")
-    shared = (".params", ".opt_state", ".update", ".return_stats", ".best", "['")
-    shared += (".eval_return", ".absolute_return")
+    shared = (".params", ".opt_state", ".update", ".return_stats", ".eval_return", ".best", "['")
     for path, x in arrays.items():
         field = path.removeprefix("[0]").removeprefix("[1]")
         if field.startswith(shared):
@@ -505,13 +506,13 @@ def test_devices_hold_the_same_network(many_devices, module):
 
 
 @pytest.mark.parametrize("script", ["ppo_ff", "ippo"])
-def test_the_explained_variance_spans_all_devices(script, monkeypatch):
-    """An error that is constant on each device, but not over the devices."""
+def test_the_explained_variance_is_the_mean_of_the_devices(script, monkeypatch):
+    """All of it on the first of two devices, none on the second."""
     module = load_script(script)
 
-    def compute_gae(reward, value, *_):
-        error = jax.lax.axis_index("devices") * jax.numpy.ones_like(value)
-        return error, value + error
+    def compute_gae(rollout, *_):
+        target = rollout.value / (1 + jax.lax.axis_index("devices"))
+        return target, target
 
     monkeypatch.setattr(module, "compute_gae", compute_gae)
     sizes = {"num_envs": 4, "num_steps": 4, "num_minibatches": 2, "hidden_size": 4}
@@ -519,9 +520,9 @@ def test_the_explained_variance_spans_all_devices(script, monkeypatch):
     env_id = "rings" if script == "ippo" else "CartPole-v1"
     *_, init_seed, train_seed = module.make_train(module.Config(env_id=env_id, **sizes))
     update = lambda key: train_seed(init_seed(key))[1]["value/explained_variance"]
-    keys = jax.random.key_data(jax.random.split(jax.random.key(0), 2))
+    keys = jax.random.split(jax.random.PRNGKey(0), 2)
     explained = jax.jit(jax.vmap(update, axis_name="devices"))(keys)
-    assert (explained < 0.9).all() and explained[0] == explained[1]
+    np.testing.assert_allclose(explained, [[0.5], [0.5]], atol=1e-5)
 
 
 def test_devices_have_different_environments(many_devices, module):
@@ -539,7 +540,7 @@ def test_copies_of_a_device_learn_what_one_learns(many_devices, module):
         changes = {"num_seeds": 2, "total_timesteps": 64, "lr": 1e-2}
         config = probe_config(module, "Clock", **changes)
         init, train, *_ = module.make_train(config)
-        state, _ = train(init(jax.random.key(0)[None]))
+        state, _ = train(init(jax.random.PRNGKey(0)[None]))
         result = train(state)
     for path, x in jax.tree_util.tree_leaves_with_path(to_numpy(result)):
         path = jax.tree_util.keystr(path)
@@ -551,48 +552,54 @@ def test_copies_of_a_device_learn_what_one_learns(many_devices, module):
 
 # ------------------------------------- statistics
 def test_statistics_are_those_of_all_that_was_seen(monkeypatch):
-    """Observations, and discounted returns that include the last reward of each episode."""
+    """Observations, and discounted returns that include the last reward of each episode.
+
+    From a first rollout and six updates.
+    """
     module = load_script("ppo_obs_norm")
-    seen = {1: [], 2: []}
+    seen = {1: [], 0: []}  # by the dimensions of the mean
     rewards = []
     update_moments = module.update_moments
     compute_gae = module.compute_gae
 
     def record_batch(moments, batch):
-        jax.debug.callback(lambda x: seen[x.ndim].append(np.array(x)), batch)
+        ndim = moments.mean.ndim
+        jax.debug.callback(lambda x: seen[ndim].append(np.array(x)), batch)
         return update_moments(moments, batch)
 
-    def record_reward(reward, *args):
-        jax.debug.callback(lambda x: rewards.append(np.array(x)), reward)
-        return compute_gae(reward, *args)
+    def record_reward(rollout, *args):
+        jax.debug.callback(lambda x: rewards.append(np.array(x)), rollout.reward)
+        return compute_gae(rollout, *args)
 
     monkeypatch.setattr(module, "update_moments", record_batch)
     monkeypatch.setattr(module, "compute_gae", record_reward)
     sizes = {"total_timesteps": 6 * 16, "num_evals": 6}
     config = probe_config(module, "Clock", gamma=0.8, normalize_reward=True, **sizes)
     state, train = start(module, config)
+    jax.effects_barrier()
     for _ in range(6):
         state, _ = train(state)
         jax.effects_barrier()
 
-    obs = np.concatenate(seen[2])  # [steps, 8]
-    assert len(obs) == 6 * 16
+    obs = np.concatenate(seen[1]).reshape(-1, 8)  # [steps, 8]
+    assert len(obs) == 7 * 16
     moments = jax.tree.map(lambda x: np.array(x)[0, 0], state.params["obs_stats"]["moments"])
     np.testing.assert_allclose(moments.mean, obs.mean(0), atol=1e-5)
     np.testing.assert_allclose(moments.var, obs.var(0), atol=1e-5)
     assert moments.count == len(obs)
 
-    times = obs.reshape(6 * 4, 4, 8).argmax(-1)  # [T, N]
+    times = obs.reshape(7 * 4, 4, 8).argmax(-1)  # [T, N]
     returns = np.zeros(times.shape)
     for t, now in enumerate(times):
         before = returns[t - 1] * (now > 0) if t else 0
         returns[t] = 0.8 * before + 1 + now
-    np.testing.assert_allclose(np.concatenate(seen[1]).reshape(times.shape), returns, rtol=1e-5)
+    np.testing.assert_allclose(np.concatenate(seen[0]).reshape(times.shape), returns, rtol=1e-5)
     np.testing.assert_allclose(state.return_stats.var[0, 0], returns.var(), rtol=1e-4)
-    for update in range(6):
+    for update, reward in enumerate(rewards, 1):
         part = slice(4 * update, 4 * update + 4)
         expected = (1 + times[part]) / returns[: part.stop].std()
-        np.testing.assert_allclose(rewards[update], expected, rtol=1e-4)
+        np.testing.assert_allclose(reward, expected, rtol=1e-4)
+    assert update == 6
 
 
 # ----------------------------------- environments
@@ -737,7 +744,7 @@ def test_no_decomposition_of_a_stack_of_matrices(module):
     """
     with probes_for(module):
         init, *_ = module.make_train(probe_config(module, "Clock", num_seeds=2))
-        program = jax.make_jaxpr(init)(jax.random.split(jax.random.key(0), 1))
+        program = jax.make_jaxpr(init)(jax.random.split(jax.random.PRNGKey(0), 1))
     names = ("qr", "geqrf", "householder_product")
     found = [e.invars[0].aval.ndim for e in equations(program.jaxpr) if e.primitive.name in names]
     assert found, "no orthogonal initialization, or a new name for the decomposition"

@@ -11,7 +11,7 @@ import pytest
 import xminigrid
 from conftest import ROOT, load_script, tiny
 from probes import apply_once
-from test_cli import compiling_once, flags, learned, run
+from test_cli import compiling_once, flags, learned, run, run_killed
 
 import enjoy
 import plot
@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 import make_rulesets  # noqa: E402
 
 module = load_script("ppo_meta")
-KEYS = jax.random.split(jax.random.key(0), jax.local_device_count())
+KEYS = jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())
 SHORT = {"env_params": '{"max_steps": 5}', "trial_episodes": 3}
 PROGRAMS = {}
 WORDS = flags(tiny(module, **SHORT, trial_steps=7, num_seeds=2, num_evals=4))
@@ -142,12 +142,9 @@ def test_a_trial_of_so_many_steps(places):
     [
         ({"eval_fraction": 1.0}, "eval_fraction holds out 65536 of 65536 tasks"),
         ({"eval_fraction": 1e-9}, "eval_fraction holds out 0 of 65536 tasks"),
-        ({"eval_fraction": 1.5}, "eval_fraction = 1.5"),
-        ({"trial_episodes": 0}, "trial_episodes = 0"),
-        ({"trial_steps": 0}, "trial_steps = 0"),
         ({"benchmark_id": "nothing"}, "XLand-MiniGrid"),
-        ({"benchmark_id": "nothing", "env_id": "XLand-MiniGrid-R1-9x9"}, "Unknown benchmark"),
-        ({"env_id": "XLand-MiniGrid-R1-9x9"}, "Unknown benchmark"),
+        ({"benchmark_id": "nothing", "env_id": "XLand-MiniGrid-R1-9x9"}, "nothing.*trivial-21k"),
+        ({"env_id": "XLand-MiniGrid-R1-9x9"}, "benchmark_id = ''.*trivial-21k"),
     ],
     ids=str,
 )
@@ -181,7 +178,7 @@ def test_memory_lasts_for_a_trial_but_for_the_controls(options, remembers):
         jnp.ones((3, 5, 5, 2), jnp.uint8), steps, steps, jnp.float32(steps), steps == 2
     )
     hidden, never = jnp.zeros(config.hidden_size), jnp.zeros(3, bool)
-    params = network.init(jax.random.key(0), obs, hidden, never)
+    params = network.init(jax.random.PRNGKey(0), obs, hidden, never)
     other = obs._replace(direction=obs.direction.at[0].set(3))
     last = lambda obs, reset: np.array(network.apply(params, obs, hidden, reset)[2][-1])
     assert (last(obs, never) != last(other, never)).any() == remembers
@@ -236,7 +233,7 @@ def learn(monkeypatch, make_env, updates, **options):
     config = tiny(module, total_timesteps=32 * 16 * updates, **options)
     init, train, *_ = module.make_train(config)
     state, metrics = train(init(KEYS))
-    return config, state, {name: np.array(x)[0, :, 0] for name, x in metrics.items()}
+    return config, state, {name: np.array(x)[0, 0] for name, x in metrics.items()}
 
 
 def test_return_crosses_episodes_and_stops_at_the_trials_end(monkeypatch):
@@ -282,18 +279,8 @@ def meta_run(tmp_path_factory):
 
 
 @compiling_once(module, PROGRAMS)
-def test_an_interrupted_run_continues_to_the_same_bits(meta_run, tmp_path):
-    write_rows, calls = module.write_rows, []
-
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        write_rows(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_rows", stop)
-        assert "interrupted" in run(module, *WORDS, "--run-dir", tmp_path / "cut")[0]
+def test_a_killed_run_continues_to_the_same_bits(meta_run, tmp_path):
+    run_killed(module, [*WORDS, "--run-dir", tmp_path / "cut"], "append_rows", 3)
     code, _, err = run(module, "--run-dir", tmp_path / "cut")
     assert code == 0, err
     assert learned(tmp_path / "cut") == learned(meta_run)

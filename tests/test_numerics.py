@@ -1,6 +1,5 @@
 """The numerical pieces against independent libraries, or formulas by hand."""
 
-import dataclasses
 import types
 from functools import partial
 
@@ -11,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rlax
-from conftest import SCRIPTS, load_script, tiny
+from conftest import ROOT, SCRIPTS, load_script, tiny
 from probes import apply_once, network_of, probe_config, probes_for, start, to_numpy
 from scipy import stats
 from xminigrid.core.constants import NUM_COLORS, NUM_TILES
 
 GAMMA, GAE_LAMBDA = 0.9, 0.8
+SOURCES = {path.stem: path.read_text() for path in sorted(ROOT.glob("*.py"))}
+WITH_GAE = [script for script, text in SOURCES.items() if "def compute_gae(" in text]
 
 
 # -------------------------------------- advantage
@@ -44,23 +45,29 @@ def gae_by_hand(reward, value, next_value, terminated, truncated):
     return advantage
 
 
-def test_gae_is_the_sum_of_its_definition(module):
-    reward, value, next_value, terminated, truncated = random_rollout()
-    advantage, target = module.compute_gae(
-        reward, value, next_value, terminated, terminated | truncated, GAMMA, GAE_LAMBDA
+def gae(module, reward, value, next_value, terminated, truncated):
+    """compute_gae of a rollout that holds nothing else."""
+    fields = dict.fromkeys(module.Transition._fields)
+    fields |= {"reward": reward, "value": value, "terminated": terminated}
+    rollout = module.Transition(
+        **jax.tree.map(jnp.array, fields | {"done": terminated | truncated})
     )
-    expected = gae_by_hand(reward, value, next_value, terminated, truncated)
+    return module.compute_gae(rollout, jnp.array(next_value), GAMMA, GAE_LAMBDA)
+
+
+def test_gae_is_the_sum_of_its_definition(module):
+    steps = random_rollout()
+    advantage, target = gae(module, *steps)
+    expected = gae_by_hand(*steps)
     np.testing.assert_allclose(advantage, expected, atol=1e-5)
-    np.testing.assert_allclose(target, expected + value, atol=1e-5)
+    np.testing.assert_allclose(target, expected + steps[1], atol=1e-5)
 
 
 def test_gae_is_that_of_rlax_without_time_limits(module):
     reward, value, _, terminated, _ = random_rollout()
     last_value = np.random.default_rng(1).normal(size=value.shape[1])
     values = np.concatenate([value, last_value[None]])
-    advantage, _ = module.compute_gae(
-        reward, value, values[1:], terminated, terminated, GAMMA, GAE_LAMBDA
-    )
+    advantage, _ = gae(module, reward, value, values[1:], terminated, terminated)
     estimate = jax.vmap(
         lambda reward, discount, values: rlax.truncated_generalized_advantage_estimation(
             reward, discount, GAE_LAMBDA, values
@@ -73,14 +80,7 @@ def test_gae_is_that_of_rlax_without_time_limits(module):
 
 
 def test_gae_ends_of_an_episode(module):
-    def first_two(terminated, truncated):
-        """Advantages of two steps; the first one ends the episode, or does not."""
-        terminated, truncated = (jnp.array([x, False]) for x in (terminated, truncated))
-        reward, value, next_value = jnp.array([[1.0, 5.0], [10.0, 20.0], [30.0, 40.0]])
-        return module.compute_gae(
-            reward, value, next_value, terminated, terminated | truncated, GAMMA, GAE_LAMBDA
-        )[0]
-
+    reward, value, next_value = np.array([[1.0, 5.0], [10.0, 20.0], [30.0, 40.0]])
     second = 5 + 0.9 * 40 - 20
     for terminated, truncated, first in (
         (False, False, 1 + 0.9 * 30 - 10 + 0.9 * 0.8 * second),
@@ -88,8 +88,19 @@ def test_gae_ends_of_an_episode(module):
         (True, False, 1 - 10),
         (True, True, 1 - 10),
     ):
-        advantage = first_two(terminated, truncated)
+        ends = (np.array([x, False]) for x in (terminated, truncated))  # the first step's
+        advantage, _ = gae(module, reward, value, next_value, *ends)
         np.testing.assert_allclose(advantage, [first, second], rtol=1e-6)
+
+
+@pytest.mark.parametrize("script", WITH_GAE)
+@pytest.mark.parametrize("unused", [np.nan, np.inf, -np.inf])
+def test_gae_ignores_the_value_after_a_termination(script, unused):
+    reward, value, next_value = np.array([[1.0, 1.0], [0.0, 0.0], [0.0, unused]])
+    terminated, truncated = np.array([[False, True], [False, False]])
+    steps = (reward, value, next_value, terminated, truncated)
+    for result in gae(load_script(script), *steps):  # advantage, and target of values of zero
+        np.testing.assert_allclose(result, [1.72, 1], rtol=1e-6)
 
 
 # ------------------------------------------- loss
@@ -106,10 +117,10 @@ ERROR = np.array([0.9**2, 0.5**2, 0.0, 0.5**2, 0.5**2, 2.0**2])
 CLIPPED_ERROR = np.array([0.9**2, 0.8**2, 0.3**2, 0.5**2, 0.5**2, 2.0**2])  # the larger of the two
 
 
-def loss_by_fake_network(module, config):
+def loss_by_fake_network(module, clip_value=False, ent_coef=0.01):
     """ppo_loss of a network with its outputs as parameters; returns loss, metrics, gradient.
 
-    An observation is the row of the outputs. ppo_rnn.py gets three sequences of two steps.
+    An observation is the row of the outputs. ppo_rnn.py gets two sequences of three steps.
     """
     is_recurrent = module.SCRIPT == "ppo_rnn"
     shape = (3, 2) if is_recurrent else (6,)
@@ -120,29 +131,30 @@ def loss_by_fake_network(module, config):
     samples = {name: x.reshape(shape) for name, x in samples.items()}
     batch = module.Transition(**dict.fromkeys(module.Transition._fields) | samples)
 
-    def apply_fn(params, row, *memory):
+    def apply(params, row, *memory):
         outputs = (distrax.Categorical(params["logits"][row]), params["value"][row])
         return (*outputs, None) if is_recurrent else outputs
 
     params = {"logits": jnp.log(PROBS), "value": jnp.array(VALUE)}
+    network = types.SimpleNamespace(apply=apply)
     loss = jax.value_and_grad(module.ppo_loss, has_aux=True)
     advantage, target = ADVANTAGE.reshape(shape), TARGET.reshape(shape)
-    (loss, metrics), grads = loss(params, apply_fn, batch, advantage, target, config)
+    arguments = (network, batch, advantage, target, ent_coef, loss_config(clip_value))
+    (loss, metrics), grads = loss(params, *arguments)
     return loss, metrics, grads
 
 
 def loss_config(clip_value):
-    return types.SimpleNamespace(clip_eps=0.2, clip_value=clip_value, ent_coef=0.01, vf_coef=0.5)
+    return types.SimpleNamespace(clip_eps=0.2, clip_value=clip_value, vf_coef=0.5)
 
 
 @pytest.mark.parametrize("clip_value", [False, True])
 def test_loss_by_hand(module, clip_value):
-    loss, metrics, _ = loss_by_fake_network(module, loss_config(clip_value))
+    loss, metrics, _ = loss_by_fake_network(module, clip_value)
     policy_loss = -SURROGATE.mean()
     value_loss = 0.5 * (CLIPPED_ERROR if clip_value else ERROR).mean()
     entropy = -(PROBS * np.log(PROBS)).sum(1).mean()
     expected = {
-        "loss/total": policy_loss + 0.5 * value_loss - 0.01 * entropy,
         "loss/policy": policy_loss,
         "loss/value": value_loss,
         "policy/entropy": entropy,
@@ -152,14 +164,12 @@ def test_loss_by_hand(module, clip_value):
     assert metrics.keys() == expected.keys()
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, err_msg=name)
-    np.testing.assert_allclose(loss, expected["loss/total"], rtol=1e-5)
+    np.testing.assert_allclose(loss, policy_loss + 0.5 * value_loss - 0.01 * entropy, rtol=1e-5)
 
 
 @pytest.mark.parametrize("clip_value", [False, True])
 def test_loss_gradient_by_hand(module, clip_value):
-    config = loss_config(clip_value)
-    config.ent_coef = 0.0
-    _, _, grads = loss_by_fake_network(module, config)
+    _, _, grads = loss_by_fake_network(module, clip_value, ent_coef=0.0)
     # d ratio / d logit = ratio * (one_hot(action) - probs); nothing where the clip holds.
     slope = np.where(CLIPPED, 0.0, ADVANTAGE * RATIO)[:, None] * (np.eye(2)[ACTION] - PROBS)
     np.testing.assert_allclose(grads["logits"], -slope / 6, atol=1e-6)
@@ -175,57 +185,9 @@ def test_loss_gradient_by_hand(module, clip_value):
 
 
 def test_loss_is_that_of_rlax(module):
-    _, metrics, _ = loss_by_fake_network(module, loss_config(False))
+    _, metrics, _ = loss_by_fake_network(module)
     expected = rlax.clipped_surrogate_pg_loss(jnp.array(RATIO), jnp.array(ADVANTAGE), 0.2)
     np.testing.assert_allclose(metrics["loss/policy"], expected, rtol=1e-5)
-
-
-# ---------------------------------------- shuffle
-SIZES = [1, 2, 3, 5, 7, 8, 100, 128, 1000, 4097, 2**16, 2**16 + 1, 2**17, 3 * 2**15 + 1]
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_shuffle_is_a_permutation(module, size):
-    rows = np.array(module.shuffle(jax.random.key(size), size))
-    np.testing.assert_array_equal(np.sort(rows), np.arange(size))
-
-
-def assert_uniform(count, freedom):
-    """Pearson's chi-squared test: within 6 standard deviations."""
-    expected = count.mean()
-    statistic = ((count - expected) ** 2 / expected).sum()
-    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
-
-
-def test_shuffle_spreads_every_row_over_the_minibatches(module):
-    size, parts, repeats = 60, 4, 8000  # no power of two
-    keys = jax.random.split(jax.random.key(0), repeats)
-    rows = np.array(jax.vmap(lambda key: module.shuffle(key, size))(keys))
-    place = np.argsort(rows, axis=1) * parts // size  # [repeats, size] the minibatch of each row
-    count = (place[:, :, None] == np.arange(parts)).sum(0)  # [size, parts]
-    assert_uniform(count, (size - 1) * (parts - 1))
-    # Neighbors are as rarely together as any two rows.
-    together = (place[:, 1:] == place[:, :-1]).mean()
-    expected = (size / parts - 1) / (size - 1)
-    assert abs(together - expected) < 6 * np.sqrt(expected / repeats / size)
-
-
-# Ties in 16 random bits leave neighbors in order, at most 1 / e of 2**16 rows; argsort has 32 bits.
-@pytest.mark.parametrize(("size", "ties"), [(2**16, 0.37), (2**17, 0.0), (2**20, 0.0)])
-def test_shuffle_of_a_large_batch(module, size, ties):
-    parts = 16
-    rows = np.array(module.shuffle(jax.random.key(0), size))
-    blocks = rows.reshape(parts, -1) * parts // size  # the part of the rollout of each row
-    count = (blocks[:, :, None] == np.arange(parts)).sum(1)  # [parts, parts]
-    assert_uniform(count, (parts - 1) ** 2)
-    place = np.argsort(rows) * parts // size  # the minibatch of each row
-    together = (place[1:] == place[:-1]).mean()
-    assert abs(together - 1 / parts) < 6 * np.sqrt(1 / parts / size)
-    ascending = (np.diff(rows.astype(int)) > 0).mean()
-    noise = 6 / np.sqrt(12 * size)
-    assert 0.5 - noise < ascending < 0.5 + ties / 2 + noise + size / 2**33
-    other = np.array(module.shuffle(jax.random.key(1), size))
-    assert (other.reshape(parts, -1)[0] != rows.reshape(parts, -1)[0]).mean() > 0.99
 
 
 # ---------------------------------------- network
@@ -272,6 +234,35 @@ def test_initialization_is_orthogonal(module):
     np.testing.assert_allclose(np.sort(scales), expected, rtol=1e-4)
 
 
+NETWORKS = [
+    ("ppo_ff", {}),
+    ("ppo_ff", {"env_id": "Breakout-MinAtar"}),
+    *[("ppo_continuous", {"policy": name}) for name in ("gaussian", "tanh_gaussian", "beta")],
+    ("ppo_obs_norm", {"policy": "beta"}),
+]
+
+
+@pytest.mark.parametrize(("script", "options"), NETWORKS)
+def test_a_network_takes_any_leading_axes(script, options):
+    """And gives what it gives for one observation at a time."""
+    module = load_script(script)
+    network = network_of(module, tiny(module, **options))
+    shape = (10, 10, 4) if "env_id" in options else (3,)
+    obs = jax.random.normal(jax.random.key(0), (2, 3, *shape))
+    params = perturb(network.init(jax.random.key(1), obs[0, 0]))
+
+    def outputs(obs):
+        policy, value = network.apply(params, obs)
+        action = policy.mode() * 0.9 if hasattr(policy, "to_env") else policy.mode()
+        return policy.log_prob(action), policy.entropy(), value
+
+    together = jax.jit(outputs)(obs)
+    assert all(x.shape == (2, 3) for x in together)
+    one_by_one = jax.jit(jax.vmap(jax.vmap(outputs)))(obs)
+    close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
+    jax.tree.map(close, together, one_by_one)
+
+
 def test_convolutional_network_is_that_of_flax():
     """Outputs and gradients with nn.Conv in place of the dense layer on patches."""
     module = load_script("ppo_ff")
@@ -301,74 +292,152 @@ def test_convolutional_network_is_that_of_flax():
     jax.tree.map(close, gradients(by_script), gradients(by_conv))
 
 
-# -------------------------------------- optimizer
+# --------------------------------- gradient steps
+def record_losses(module, patch):
+    """Returns a list that gets the arrays of each gradient step, in the order of `ppo_loss`."""
+    steps = []
+    ppo_loss = module.ppo_loss
+
+    def record(params, network, *args):
+        jax.debug.callback(lambda *arrays: steps.append(to_numpy(arrays)), params, *args[:-1])
+        return ppo_loss(params, network, *args)
+
+    patch.setattr(module, "ppo_loss", record)
+    return steps
+
+
+def two_updates(module, **options):
+    """The eight gradient steps of the first two of four updates."""
+    sizes = {"num_minibatches": 2, "update_epochs": 2, "total_timesteps": 64, "num_evals": 4}
+    with probes_for(module) as patch:
+        config = probe_config(module, "Clock", ent_coef=0.2, **sizes, **options)
+        network = network_of(module, config)
+        gradient = jax.jit(jax.grad(module.ppo_loss, has_aux=True), static_argnums=(1, 6))
+        steps = record_losses(module, patch)
+        state, train = start(module, config)
+        metrics = []
+        for _ in range(2):
+            state, measured = train(state)
+            metrics.append({name: x[0, 0, 0] for name, x in to_numpy(measured).items()})
+        jax.effects_barrier()
+    names = ("batch", "advantage", "target", "ent_coef")
+    return {
+        "config": config,
+        "params": [flat(x["params"]) for x, *_ in steps] + [flat(state.params["params"])],
+        "gradients": [flat(gradient(x[0], network, *x[1:], config)[0]["params"]) for x in steps],
+        "losses": [dict(zip(names, x[1:], strict=True)) for x in steps],
+        "metrics": metrics,
+    }
+
+
 @pytest.fixture(scope="module")
 def gradient_steps(module):
-    """States before, after one and after two updates of one gradient step, and their metrics.
-
-    Clipped hard with an annealed learning rate, and not clipped with a constant one: both start
-    from the same parameters and the same rollout. One program, with the numbers as inputs.
-    """
-    sizes = {"num_minibatches": 1, "update_epochs": 1, "total_timesteps": 64, "num_evals": 4}
-    clipped = {"max_grad_norm": 1e-3, "anneal_lr": True}
-    free = {"max_grad_norm": 1e6, "anneal_lr": False}
-    with probes_for(module):
-        config = probe_config(module, "Clock", **sizes)
-
-        def train(numbers, state):
-            _, _, _, train_seed = module.make_train(dataclasses.replace(config, **numbers))
-            return train_seed(state)
-
-        train = jax.pmap(train, "devices")
-        start_state, _ = start(module, config)
-        result = []
-        for numbers in (clipped, free):
-            state = jax.tree.map(lambda x: x[:, 0], start_state)  # the only seed
-            states = [to_numpy(state)]
-            metrics = []
-            for _ in range(2):
-                state, measured = train(jax.tree.map(lambda x: jnp.array([x]), numbers), state)
-                states.append(to_numpy(state))
-                metrics.append({name: x[0, 0] for name, x in measured.items()})
-            result.append((dataclasses.replace(config, **numbers), states, metrics))
-    return result
+    """Once clipped hard with an annealed learning rate, once not, with an annealed bonus."""
+    return (
+        two_updates(module, max_grad_norm=1e-3, anneal_lr=True, anneal_ent=False),
+        two_updates(module, max_grad_norm=1e6, anneal_lr=False, anneal_ent=True),
+    )
 
 
 def flat(tree):
-    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-
-
-def adam_of(state):
-    """The moments of Adam, and its count of steps."""
-    has_moments = lambda x: hasattr(x, "mu")
-    leaves = jax.tree.leaves(state.opt_state, is_leaf=has_moments)
-    (adam,) = [x for x in leaves if has_moments(x)]
-    return flat(adam.mu["params"]), flat(adam.nu["params"]), int(adam.count.item())
-
-
-def test_gradient_is_clipped_by_its_global_norm(gradient_steps):
-    # The first moment of Adam is a tenth of its first gradient.
-    clipped, free = (adam_of(states[1])[0] / 0.1 for _, states, _ in gradient_steps)
-    norm = np.sqrt((free**2).sum())
-    assert norm > 1e-2
-    np.testing.assert_allclose(clipped, free * 1e-3 / norm, rtol=1e-3, atol=1e-9)
-    for _, _, metrics in gradient_steps:  # reported before it is clipped
-        np.testing.assert_allclose(metrics[0]["optim/grad_norm"], norm, rtol=1e-4)
+    return np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)]).astype(float)
 
 
 def test_steps_are_those_of_adam_with_the_learning_rate_of_the_schedule(gradient_steps):
-    for config, states, metrics in gradient_steps:
-        assert config.num_updates == 4
-        for update in (0, 1):
-            rate = config.lr * (1 - update / 4 if config.anneal_lr else 1)
-            np.testing.assert_allclose(metrics[update]["optim/lr"], rate, rtol=1e-6)
-            mean, square, count = adam_of(states[update + 1])
-            assert count == update + 1
-            mean, square = mean / (1 - 0.9**count), square / (1 - 0.999**count)
-            before, after = (flat(states[u].params["params"]) for u in (update, update + 1))
-            step = -rate * mean / (np.sqrt(square) + 1e-5)
+    """The learning rate falls with every gradient step; each is clipped by its global norm."""
+    for run in gradient_steps:
+        config, params = run["config"], run["params"]
+        assert config.num_updates == 4 and len(params) == 9
+        mean = square = 0
+        for i, gradient in enumerate(run["gradients"]):
+            gradient = gradient * min(1, config.max_grad_norm / np.sqrt((gradient**2).sum()))
+            mean = 0.9 * mean + 0.1 * gradient
+            square = 0.999 * square + 0.001 * gradient**2
+            rate = config.lr * (1 - i / 16 if config.anneal_lr else 1)
+            scale = np.sqrt(square / (1 - 0.999 ** (i + 1))) + 1e-5
+            step = -rate * mean / (1 - 0.9 ** (i + 1)) / scale
             assert np.abs(step).max() > 0.1 * rate
-            np.testing.assert_allclose(after - before, step, atol=1e-3 * rate + 2e-7)
+            np.testing.assert_allclose(params[i + 1] - params[i], step, atol=1e-3 * rate + 2e-7)
+
+
+def test_gradients_are_clipped_by_their_global_norm(gradient_steps):
+    """The test above clips all of one run and none of the other; reported is the norm before."""
+    for run in gradient_steps:
+        norms = np.sqrt([(gradient**2).sum() for gradient in run["gradients"]])
+        limit = run["config"].max_grad_norm
+        assert norms.min() > 10 * limit if limit < 1 else norms.max() < limit
+        last_epochs = norms.reshape(2, 2, 2)[:, -1].mean(-1)  # [updates, epochs, minibatches]
+        reported = [measured["optim/grad_norm"] for measured in run["metrics"]]
+        np.testing.assert_allclose(reported, last_epochs, rtol=1e-4)
+
+
+def test_learning_rate_and_entropy_bonus_decay_to_zero_if_annealed(gradient_steps):
+    """The bonus by the update; reported is the learning rate of the first gradient step."""
+    decay = lambda is_annealed, update: 1 - update / 4 if is_annealed else 1
+    for run in gradient_steps:
+        config = run["config"]
+        for update, measured in enumerate(run["metrics"]):
+            rate = config.lr * decay(config.anneal_lr, update)
+            np.testing.assert_allclose(measured["optim/lr"], rate, rtol=1e-6)
+            losses = run["losses"][4 * update : 4 * update + 4]
+            coefs = [loss["ent_coef"] for loss in losses]
+            expected = config.ent_coef * decay(config.anneal_ent, update)
+            np.testing.assert_allclose(coefs, [expected] * 4, rtol=1e-6)
+
+
+def test_advantages_are_normalized_per_minibatch(gradient_steps):
+    for loss in [loss for run in gradient_steps for loss in run["losses"]]:
+        advantage = loss["target"] - loss["batch"].value
+        expected = (advantage - advantage.mean()) / advantage.std()
+        np.testing.assert_allclose(loss["advantage"], expected, atol=1e-4)
+
+
+def assert_uniform(count, freedom):
+    """Pearson's chi-squared test: within 6 standard deviations."""
+    expected = count.mean()
+    statistic = ((count - expected) ** 2 / expected).sum()
+    assert abs(statistic - freedom) < 6 * np.sqrt(2 * freedom)
+
+
+def test_every_epoch_takes_every_sample_once_in_a_new_order(module):
+    """The target of a sample is its number; ppo_rnn.py takes whole sequences."""
+    epochs, parts, envs, steps = 300, 4, 12, 3
+    rows = envs if module.SCRIPT == "ppo_rnn" else envs * steps
+    rollouts = []
+    compute_gae = module.compute_gae
+
+    def number(rollout, *args):
+        jax.debug.callback(lambda value: rollouts.append(np.array(value)), rollout.value)
+        advantage, target = compute_gae(rollout, *args)
+        return advantage, jnp.arange(target.size, dtype=jnp.float32).reshape(target.shape)
+
+    with probes_for(module) as patch:
+        sizes = {"update_epochs": epochs, "num_minibatches": parts, "num_envs": envs}
+        sizes |= {"num_steps": steps, "total_timesteps": envs * steps, "num_evals": 1}
+        config = probe_config(module, "Clock", lr=1e-12, **sizes)
+        patch.setattr(module, "compute_gae", number)
+        minibatches = record_losses(module, patch)
+        state, train = start(module, config)
+        train(state)
+        jax.effects_barrier()
+    (values,) = rollouts  # [T, N]
+    assert len(minibatches) == epochs * parts
+    for _, batch, _, target, _ in minibatches:
+        np.testing.assert_array_equal(batch.value, values.ravel()[target.astype(int)])
+    numbers = np.array([target.ravel() for _, _, _, target, _ in minibatches], int)
+    numbers = numbers.reshape(epochs, -1)  # in the order of an epoch
+    np.testing.assert_array_equal(np.sort(numbers), [range(envs * steps)] * epochs)
+    place = np.argsort(numbers) * parts // (envs * steps)  # the minibatch of each sample
+    if module.SCRIPT == "ppo_rnn":
+        place = place.reshape(epochs, steps, envs)
+        np.testing.assert_array_equal(place, place[:, :1].repeat(steps, 1))
+        place = place[:, 0]
+    count = (place[:, :, None] == np.arange(parts)).sum(0)  # [rows, parts]
+    assert_uniform(count, (rows - 1) * (parts - 1))
+    # Neighbors are as rarely together as any two rows.
+    together = (place[:, 1:] == place[:, :-1]).mean()
+    expected = (rows / parts - 1) / (rows - 1)
+    assert abs(together - expected) < 6 * np.sqrt(expected / epochs / rows)
 
 
 # ---------------------------------- tanh-Gaussian
@@ -448,6 +517,8 @@ def test_the_beta_policy_is_that_of_scipy(continuous):
     assert policy.entropy() == pytest.approx(reference.entropy().sum(), rel=1e-4)
     np.testing.assert_allclose(policy.mode(), (alpha - 1) / (alpha + beta - 2), rtol=1e-5)
     np.testing.assert_allclose(policy.to_env(raw), [-0.4, 0.8], rtol=1e-5)
+    flat = continuous.BetaPolicy(distrax.Beta(jnp.ones(2), jnp.array([1.0, 1.0 + 1e-7])), 1)
+    assert np.isfinite(flat.mode()).all() and flat.mode()[0] == 0.5
     narrow = continuous.BetaPolicy(distrax.Beta(jnp.array([1e6]), jnp.array([1.0])), 1)
     keys = jax.random.split(jax.random.key(0), 100)
     samples = jax.vmap(lambda key: narrow.sample(seed=key))(keys)
@@ -458,10 +529,10 @@ def test_the_deviation_does_not_depend_on_the_state(continuous):
     """The log standard deviation is a parameter of zeros, one for each action."""
     network = network_of(continuous, tiny(continuous))
     obs = jax.random.normal(jax.random.key(0), (5, 3))
-    params = network.init(jax.random.key(1), obs[0])
+    params = network.init(jax.random.key(1), obs)
     np.testing.assert_array_equal(params["params"]["log_std"], np.zeros(1))
     params = jax.tree.map(lambda x: x + 0.3, params)
-    policy, _ = jax.vmap(network.apply, (None, 0))(params, obs)
+    policy, _ = network.apply(params, obs)
     np.testing.assert_allclose(policy.stddev(), np.full((5, 1), np.exp(0.3)), rtol=1e-6)
     assert np.ptp(policy.mean()) > 1e-3  # whereas the mean does
 
@@ -532,7 +603,7 @@ def test_scaled_reward_is_clipped(obs_norm):
         elif update > 3:
             reward = rng.normal(size=reward.shape).astype(np.float32)
         fields = dict.fromkeys(obs_norm.Transition._fields)
-        fields |= {"reward": reward, "episode": np.stack([reward] * 3, axis=-1)}
+        fields |= {"reward": reward, "discounted_sum": reward}
         rollout, stats = scale(obs_norm.Transition(**fields), stats)
         stats = jax.tree.map(lambda x: x[0], stats)
         seen.append(reward)
@@ -588,7 +659,7 @@ def test_gru_is_that_of_flax(rnn):
 
 
 @pytest.mark.parametrize("view_size, widths", [(5, (2, 4, 8)), (3, (8, 16))])
-@pytest.mark.parametrize("embedding_size", [3, None])
+@pytest.mark.parametrize("embedding_size", [3, 0])
 def test_recurrent_network_is_that_of_flax(rnn, embedding_size, view_size, widths):
     """Embedding by lookup, nn.Conv and nn.GRUCell."""
     config = tiny(rnn, hidden_size=8, conv_size=2, embedding_size=embedding_size, head_size=4)
@@ -622,6 +693,26 @@ def test_recurrent_network_is_that_of_flax(rnn, embedding_size, view_size, width
     np.testing.assert_allclose(jax.nn.log_softmax(policy.logits), expected_logits, atol=1e-5)
     np.testing.assert_allclose(value, expected_value, atol=1e-5)
     np.testing.assert_allclose(after, expected_hidden, atol=1e-5)
+
+
+def test_many_sequences_are_as_one_at_a_time(rnn):
+    """Any axes between the steps and the features."""
+    sizes = {"hidden_size": 8, "conv_size": 2, "embedding_size": 4, "head_size": 4}
+    steps, axes = 4, (2, 3)
+    obs = random_observations(rnn, (steps, *axes))
+    network, params = initial_params(rnn, tiny(rnn, **sizes), random_observations(rnn, ()))
+    hidden = jax.random.normal(jax.random.key(1), (*axes, 8))
+    reset = jax.random.bernoulli(jax.random.key(2), 0.3, (steps, *axes))
+
+    def outputs(*sequence):
+        policy, value, hidden = network.apply({"params": perturb(params)}, *sequence)
+        return policy.logits, value, hidden
+
+    together = jax.jit(outputs)(obs, hidden, reset)
+    assert [x.shape for x in together] == [(steps, *axes, *end) for end in [(6,), (), (8,)]]
+    one_by_one = jax.vmap(jax.vmap(outputs, (1, 0, 1), 1), (1, 0, 1), 1)
+    close = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5)
+    jax.tree.map(close, together, jax.jit(one_by_one)(obs, hidden, reset))
 
 
 @pytest.mark.parametrize("memory", [True, False])

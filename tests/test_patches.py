@@ -1,5 +1,6 @@
 """Each patch of docs/details.md applies to its script and trains; so does `--policy beta`."""
 
+import dataclasses
 import re
 import types
 
@@ -8,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import ROOT, load_script, tiny
-from probes import start
+from probes import start, to_numpy
 
-PATCHES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "details.md").read_text(), re.S)
-MULTI_DISCRETE, MASKED, CONSTANT_BONUS = PATCHES
+DETAILS = (ROOT / "docs" / "details.md").read_text()
+PATCHES = re.findall(r"```diff\n(.*?)```", DETAILS, re.S)
+MULTI_DISCRETE, MASKED, TARGET_KL = PATCHES
 
 
 def patched(script: str, *patches: str) -> types.ModuleType:
@@ -77,7 +79,7 @@ def test_components_are_chosen_independently(train):
     result, returns = train(patched("ppo_ff", MULTI_DISCRETE), one_step(observe, reward, (3, 5)))
     assert result > 1.9
     assert np.nanmin(returns) > 0  # padded actions are never taken
-    assert returns[0, 0] < 1  # it had to be learned
+    assert returns[0, 0, 0] < 1  # it had to be learned
 
 
 def test_a_masked_action_is_never_taken(train):
@@ -92,31 +94,54 @@ def test_a_masked_action_is_never_taken(train):
     assert np.nanmin(returns) > 0  # a mean that -1000 would lower
     best = np.mean([np.nonzero(np.array(observe(key)))[0][-1] for key in keys(500)])
     assert result > best - 0.15
-    assert returns[0, 0] < best - 0.5
+    assert returns[0, 0, 0] < best - 0.5
 
 
-@pytest.mark.parametrize("script", ["ppo_ff", "ppo_drift"])
-@pytest.mark.parametrize("patches", [[], [CONSTANT_BONUS]])
-def test_the_entropy_bonus_decays_unless_patched(script, patches):
-    if script == "ppo_drift":
-        patches = [patch.replace("target, ", "target, state.kl_coef, ") for patch in patches]
-    module = patched(script, *patches)
-    ppo_loss = module.ppo_loss
+def test_target_kl_ends_the_epochs_of_each_seed_by_itself():
+    """Seeds with a large and a small learning rate: the KL of the first exceeds the target."""
+    lr = jnp.array([0.1, 1e-5])
+    stopped, other = 0, 1
 
-    def loss_with_coefficient(*args):
-        loss, metrics = ppo_loss(*args)
-        return loss, metrics | {"ent_coef": args[-1].ent_coef}
+    def update(module, update_epochs):
+        """Parameters and Adam's state of all seeds after one update, and its metrics."""
+        sizes = {"num_seeds": 2, "total_timesteps": 16, "num_evals": 1, "eval_episodes": 1}
+        config = tiny(module, update_epochs=update_epochs, anneal_lr=False, **sizes)
+        state, _ = start(module, config)
 
-    module.ppo_loss = loss_with_coefficient
-    config = tiny(module)
-    state, train = start(module, config)
-    coefficients = []
-    for _ in range(config.num_evals):
-        state, metrics = train(state)
-        coefficients.append(np.array(metrics["ent_coef"])[0, :, 0])
-    update = np.arange(config.num_updates)
-    expected = 0.05 * (1 - (0 if patches else 1) * update / config.num_updates)
-    np.testing.assert_allclose(np.concatenate(coefficients), expected, rtol=1e-6)
+        def run(state, lr):
+            *_, train_seed = module.make_train(dataclasses.replace(config, lr=lr))
+            return train_seed(state)
+
+        state, metrics = to_numpy(jax.pmap(jax.vmap(run), "devices", in_axes=(0, None))(state, lr))
+        return (state.params, state.opt_state), metrics["policy/approx_kl"][0, :, 0]
+
+    def close(actual, expected, seed):
+        is_close = lambda x, y: np.allclose(x[0, seed], y[0, seed], atol=1e-6)
+        return all(jax.tree.leaves(jax.tree.map(is_close, actual, expected)))
+
+    plain = load_script("ppo_ff")
+    (one, _), (three, kl) = update(plain, 1), update(plain, 3)
+    limited, _ = update(patched("ppo_ff", TARGET_KL), 3)
+    assert kl[stopped] > 0.02 > kl[other]
+    assert close(limited, one, stopped) and not close(limited, three, stopped)
+    assert close(limited, three, other) and not close(limited, one, other)
+
+
+# ------------------------------------------ tables
+def test_what_the_tables_name_exists():
+    """Tests, and functions of the scripts."""
+    for file, name in re.findall(r"(test_\w+\.py)::(\w+)", DETAILS):
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), name
+    rows = [line.split(" | ") for line in DETAILS.splitlines() if re.match(r"\| \d+ \|", line)]
+    assert len(rows) == 37 + 4
+    for _, _, _, where, *_ in rows:
+        script = "ppo_ff.py"
+        for word in " ".join(re.findall(r"`([^`]+)`", where)).split():
+            if word.endswith(".py"):
+                script = word
+                continue
+            name = word.removeprefix("--").replace("-", "_").split(".")[-1]
+            assert re.search(rf"\b{name}( =|\(|:)", (ROOT / script).read_text()), (script, word)
 
 
 @pytest.mark.parametrize("script", ["ppo_continuous", "ppo_obs_norm"])
@@ -130,7 +155,7 @@ def test_the_beta_policy_trains(train, script):
         return jnp.where(jnp.abs(action).max() <= 1, -((action[0] - 0.8) ** 2), -1000)
 
     result, returns = train(module, one_step(observe, reward, *space), policy="beta")
-    assert result > -0.03 > returns[0, 0]
+    assert result > -0.03 > returns[0, 0, 0]
 
 
 def keys(count):

@@ -15,34 +15,50 @@ PPO = ("ppo_ff", "ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_rnn", "ppo_
 FEED_FORWARD = ("ppo_ff", "ppo_continuous", "ppo_obs_norm")
 SCRIPTS = (*PPO, "ppo_vtrace", "ippo", "disco")  # with a run part
 ALL = (*SCRIPTS, "disco_meta")
-BUDGETS = {  # characters and lines, everything included
-    "ppo_ff": (27_000, 580),
-    "ppo_drift": (31_000, 660),
-    "ppo_continuous": (30_000, 640),
-    "ppo_obs_norm": (33_000, 700),
-    "ppo_rnn": (33_000, 710),
-    "ppo_meta": (39_000, 800),
-    "ppo_vtrace": (38_000, 800),
-    "ippo": (37_000, 800),
-    "disco": (46_000, 980),
-    "disco_meta": (22_000, 460),
+# Characters and lines of the part below the banner `main`, and of the rest of each script. The
+# house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
+# tracking that loses no point, seeds that diverge, and environment states of any class.
+RUN_PART = (11_200, 215)
+HOUSE_STYLE = {
+    "ppo_ff": (17_500, 415),
+    "ppo_drift": (19_500, 465),
+    "ppo_continuous": (19_500, 465),
+    "ppo_obs_norm": (22_500, 525),
+    "ppo_rnn": (22_500, 510),
+    "ppo_meta": (25_500, 545),
+    "ppo_vtrace": (28_500, 615),
+    "ippo": (26_500, 580),
+    "disco": (35_500, 780),
+    "disco_meta": (21_000, 455),  # all of it: it imports disco.py
 }
-RUN_PART = (7_000, 150)
+# What the scripts need beyond that: in all of them, Ctrl-C at any moment, environment parameters of
+# another type, eval/length and value clipping; ppo_rnn and ppo_meta, a loader that runs no code.
+OVERRUN = {
+    "ppo_ff": (2_800, 65),
+    "ppo_drift": (3_500, 70),
+    "ppo_continuous": (3_500, 75),
+    "ppo_obs_norm": (4_200, 85),
+    "ppo_rnn": (5_300, 90),
+    "ppo_meta": (4_100, 85),
+    "ppo_vtrace": (2_800, 65),
+    "ippo": (3_700, 65),
+    "disco": (4_100, 90),
+    "disco_meta": (2_500, 45),
+}
+BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
 README = (ROOT / "README.md").read_text()
 DIFFS = {  # parent, child: lines removed and added
     ("ppo_ff", "ppo_drift"): 80,
-    ("ppo_ff", "ppo_continuous"): 150,
+    ("ppo_ff", "ppo_continuous"): 140,
     ("ppo_continuous", "ppo_obs_norm"): 120,
-    ("ppo_ff", "ppo_rnn"): 260,
-    ("ppo_rnn", "ppo_meta"): 200,
+    ("ppo_ff", "ppo_rnn"): 300,  # 250, and 50 for the loader that runs no code
+    ("ppo_rnn", "ppo_meta"): 210,  # 200, and 10 of the network's second input
     ("ppo_obs_norm", "ppo_vtrace"): 300,
-    ("ppo_ff", "ippo"): 400,
+    ("ppo_ff", "ippo"): 380,
 }
 SHARED = {  # each of these is byte-identical in the scripts named
     "ConfigError": SCRIPTS,
     "compute_gae": (*PPO, "ippo"),
-    "shuffle": (*PPO, "ippo"),
-    "episode_stats": [script for script in PPO if script != "ppo_meta"],  # where trials end
     "dense": (*FEED_FORWARD, "ppo_drift"),  # ppo_rnn's takes a dtype
     "ppo_loss": FEED_FORWARD,
     "RunnerState": ("ppo_ff", "ppo_drift", "ppo_continuous"),
@@ -56,7 +72,7 @@ SHARED = {  # each of these is byte-identical in the scripts named
     "TanhGaussianPolicy": ("ppo_continuous", "ppo_obs_norm", "ppo_vtrace"),
     "BetaPolicy": ("ppo_continuous", "ppo_obs_norm"),
 }
-BANNERS = ["config", "environment", "network", "rollout", "advantage", "loss", "train", "main"]
+BANNERS = ["config", "environment", "network", "algorithm", "main"]
 
 
 def text_of(script):
@@ -100,6 +116,7 @@ def tree(text):
 def test_budget(script):
     characters, lines = BUDGETS[script]
     text = text_of(script)
+    text = text.removesuffix(run_part(script)) if script in SCRIPTS else text
     assert len(text) <= characters and text.count("\n") <= lines, (len(text), text.count("\n"))
 
 
@@ -119,11 +136,22 @@ def test_diff_between_siblings(parent, child):
     assert f"| `{' '.join(command)}` | {len(changed)} |" in README
 
 
-@pytest.mark.parametrize("script", [*FEED_FORWARD, "ppo_drift", "ppo_vtrace", "ippo"])
-def test_one_seed_without_vmap_is_the_same_in_all_scripts(script):
+PLUMBING = ("init_seeds", "train_seeds")  # the same within make_train
+
+
+@pytest.mark.parametrize("name", PLUMBING)
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if script != "disco"])
+def test_seeds_are_trained_in_the_same_way_in_all_scripts(script, name):
     text = text_of("ppo_ff")
-    start = text.index("    train_seeds = jax.vmap(")
+    start = text.index(f"    def {name}(")
     assert text[start : text.index("\n\n", start)] in text_of(script)
+
+
+def test_the_first_lines_are_the_same_in_all_scripts():
+    """From the first import to the last before the packages."""
+    shared = lambda text: text[text.index("# Works around") : text.index("\nimport distrax")]
+    name = lambda script: shared(text_of(script)).replace(f'"{script}"', '"SCRIPT"')
+    assert len({name(script) for script in SCRIPTS}) == 1
 
 
 @pytest.mark.parametrize("script", BUDGETS)
@@ -158,7 +186,8 @@ def test_banners_are_the_same_in_the_same_order(text):
 
 def test_the_docstring_is_short_and_shows_the_command(text, tree, script):
     docstring = tree.body[0]
-    assert docstring.end_lineno <= 30
+    assert docstring.end_lineno <= 20
+    assert not re.search(r"steps/s|\d ± \d", docstring.value.value)  # figures age
     assert re.search(rf"^    python {script}\.py", ast.get_docstring(tree, clean=False), re.M)
 
 
@@ -218,7 +247,7 @@ def test_scripts_do_not_import_each_other(tree):
 
 
 def test_the_last_line_is_the_entry_point(text):
-    assert text.endswith('\n\n\nif __name__ == "__main__": cli()  # fmt: skip\n')
+    assert text.endswith('\n\n\nif __name__ == "__main__":\n    cli()\n')
 
 
 # ----------------------------------------- config
@@ -259,7 +288,7 @@ def test_options_come_in_three_groups():
 def test_options_mean_the_same_in_every_script():
     """Same name, same type and same help; only defaults may differ."""
     differ = ("env_id", "env_params", "num_steps", "hidden_size", "lr", "ent_coef", "vf_coef")
-    differ += ("update_epochs",)  # ppo_rnn: by the environment
+    differ += ("num_minibatches",)  # ppo_rnn: of whole sequences
     differ += ("target_kl",)  # ippo stops the actor alone
     differ += ("policy",)  # ppo_vtrace has no Beta policy
     differ += ("benchmark_id",)  # ppo_meta takes a file too
@@ -305,12 +334,12 @@ SMALL_ENV = {
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
-    """Its source without the last line trains in a namespace that knows of no file and no argv."""
+    """Without its last two lines it trains in a namespace that knows of no file and no argv."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     notebook = types.ModuleType("notebook")
     monkeypatch.setitem(sys.modules, "notebook", notebook)  # dataclasses look their module up
-    body = "".join(text.splitlines(keepends=True)[:-1])
+    body = "".join(text.splitlines(keepends=True)[:-2])
     exec(body, notebook.__dict__)
     assert not hasattr(notebook, "__file__")
 
@@ -320,9 +349,9 @@ def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
     known = {k: v for k, v in sizes.items() if k in notebook.Config.__dataclass_fields__}
     config = notebook.Config(**known)
     init, train, *_ = notebook.make_train(config)
-    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
     state, metrics = train(state)
-    shape = (jax.local_device_count(), config.updates_per_eval, 1)
+    shape = (jax.local_device_count(), 1, config.updates_per_eval)
     assert {value.shape for value in metrics.values()} == {shape}
-    assert state.best is not None and bool((state.eval_return == state.best_return).all())
+    assert state.best_params is not None and bool((state.eval_return == state.best_return).all())
     assert list(tmp_path.iterdir()) == []

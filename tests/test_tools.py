@@ -19,7 +19,7 @@ import jax
 import numpy as np
 import pytest
 import tyro
-from conftest import ROOT, SCRIPTS, load_script, tiny
+from conftest import ROOT, SCRIPTS, load_script, tiny, with_devices
 from PIL import Image
 
 import enjoy
@@ -131,6 +131,37 @@ def test_other_options_are_other_lines_and_other_environments_other_panels(tmp_p
     assert lines == {"CartPole-v1": {"ppo_ff lr=0.1", "ppo_ff lr=0.2"}, "Acrobot-v1": {"ppo_ff"}}
 
 
+def test_a_copy_of_a_script_is_a_line_of_its_own(tmp_path, capsys):
+    """Even with the seed and the options of its parent."""
+    runs = [
+        write_run(tmp_path / "parent", made_up(3), seed=0),
+        write_run(tmp_path / "copy", made_up(2), seed=0, script="my_ppo"),
+        write_run(tmp_path / "copy_again", made_up(4), seed=7, script="my_ppo"),
+    ]
+    (lines,) = plot.main([*runs, "--out", str(tmp_path / "out.png")]).values()
+    assert {label: curve.values.shape[1] for label, curve in lines.items()} == {
+        "ppo_ff": 3,
+        "my_ppo": 6,
+    }
+    assert capsys.readouterr().err == ""  # no run is left out
+    panels = plot.group(
+        [plot.read_run(tmp_path / name, "eval/return") for name in ("parent", "copy", "copy_again")]
+    )
+    (axes,) = plot.draw(panels, "eval/return", with_time=False).axes
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend[:2] == ["ppo_ff (3 seeds)", "my_ppo (6 seeds)"]
+
+
+def test_options_of_a_copy_are_compared_with_its_own_runs(tmp_path):
+    runs = [
+        write_run(tmp_path / "a", made_up(3)),
+        write_run(tmp_path / "b", made_up(3), lr=0.2),
+        write_run(tmp_path / "c", made_up(3), lr=0.3, script="my_ppo"),
+    ]
+    (lines,) = plot.main([*runs, "--out", str(tmp_path / "out.png")]).values()
+    assert set(lines) == {"ppo_ff lr=0.1", "ppo_ff lr=0.2", "my_ppo"}
+
+
 def test_updates_before_all_seeds_have_a_value_are_left_out(tmp_path):
     returns = made_up(3)
     returns[0, 1] = np.nan
@@ -205,6 +236,13 @@ def test_an_error_of_a_tool_is_one_line_and_exit_code_2(tool, tmp_path):
 
 
 # ------------------------------------------ enjoy
+DISCO = {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2}
+DISCO |= {"replay_batch": 4, "replay_size": 6, "hidden_size": 8, "feature_size": 8}
+DISCO |= {"model_size": 4, "branch_size": 4, "eval_episodes": 4, "num_evals": 2}
+DISCO |= {"total_timesteps": 64}
+PLAYED = [*SCRIPTS, "ppo_vtrace", "disco"]  # ppo_drift acts as ppo_ff does
+
+
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """runs(script) -> the folder of a finished run of two seeds."""
@@ -213,7 +251,9 @@ def runs(tmp_path_factory):
     def get(script):
         module = load_script(script)
         if not (folder / script).exists():
-            module.main(tiny(module, num_seeds=2, lr=0.01, run_dir=str(folder / script)))
+            options = {"num_seeds": 2, "lr": 0.01, "run_dir": str(folder / script)}
+            config = module.Config(**DISCO, **options) if script == "disco" else None
+            module.main(config or tiny(module, **options))
         return folder / script
 
     return get
@@ -229,16 +269,15 @@ def evaluation(run, script):
     """The next evaluation of the best parameters of both seeds, by the script: [S]."""
     module = load_script(script)
     options = json.loads((run / "config.json").read_text())
-    known = module.Config.__dataclass_fields__
-    config = module.Config(**{k: v for k, v in options.items() if k in known})
+    del options["script"]
+    config = module.Config(**options)
     init, *_, train_seed = module.make_train(config)
-    structure = jax.eval_shape(init, jax.random.split(jax.random.key(0), 1))
-    path = run / "checkpoint.msgpack"
-    state = flax.serialization.from_bytes(structure, path.read_bytes())
+    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
+    state = module.restore(jax.device_get(state), config, run)
     evaluate = inspect.getclosurevars(train_seed).nonlocals["evaluate"]
-    on_device = jax.vmap(jax.vmap(partial(evaluate, 1)), axis_name="devices")
-    after = jax.jit(on_device)(state).absolute_return
-    return 10 * np.asarray(after - state.absolute_return)[0]
+    on_device = jax.vmap(jax.vmap(evaluate), axis_name="devices")
+    _, metrics = jax.jit(on_device)(state._replace(params=state.best_params))
+    return np.asarray(metrics["eval/return"])[0]
 
 
 def replay(run, seed_index):
@@ -249,7 +288,7 @@ def replay(run, seed_index):
     return jax.jit(jax.vmap(enjoy.get_episode(module, config), (None, 0)))(params, keys)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", PLAYED)
 def test_replayed_returns_are_those_of_the_runs_evaluation(script, runs):
     run = runs(script)
     assert replay(run, 1).mean() == pytest.approx(evaluation(run, script)[1], rel=1e-3)
@@ -266,7 +305,7 @@ def test_the_actions_are_those_of_the_stored_network(runs):
 
     seen = {}
     for (checkpoint, name), seed in itertools.product(
-        [("best", "best"), ("last", "params")], [0, 1]
+        [("best", "best_params"), ("last", "params")], [0, 1]
     ):
         module, config, params = enjoy.load_run(run, checkpoint, seed)
         config = dataclasses.replace(config, eval_greedy=True)
@@ -281,7 +320,7 @@ def test_the_actions_are_those_of_the_stored_network(runs):
 
 
 def test_a_recording_holds_a_whole_episode(runs):
-    module, config, params = enjoy.load_run(runs("ppo_ff"))
+    module, config, params = enjoy.load_run(runs("ppo_ff"), seed_index=0)
     viewer = enjoy.make_viewer(config)
     fallen = lambda s: abs(float(s.x)) > 2.4 or abs(float(s.theta)) > np.radians(12)
     for key in jax.random.split(jax.random.key(1), 2):
@@ -294,7 +333,7 @@ def test_a_recording_holds_a_whole_episode(runs):
 
 
 def make_viewer(env_id, **options):
-    return enjoy.make_viewer(types.SimpleNamespace(env_id=env_id, env_params="", **options))
+    return enjoy.make_viewer(types.SimpleNamespace(env_id=env_id, env_params="{}", **options))
 
 
 def count_frames(video):
@@ -323,12 +362,15 @@ def test_a_video_shows_every_state(script, name, every, runs, tmp_path, monkeypa
     frames = sum(len({*range(0, length + 1, every), length}) for length in lengths)
     assert count_frames(video) == frames
     out = capsys.readouterr().out
-    assert f"return {returns.mean():.4g} ± {returns.std():.3g} over 3 episode(s)" in out
+    means, half = returns.mean(axis=1), 12.71 / 2**0.5  # Student's t, one degree of freedom
+    interval = f"{half * means.std(ddof=1):.3g}"
+    assert f"return {means.mean():.4g} ± " in out and "(2 seeds, 3 episodes each)" in out
+    assert float(out.partition(" ± ")[2].split()[0]) == pytest.approx(float(interval), rel=0.01)
     assert f"{frames} frames written to {video}" in out
 
 
 def test_the_video_of_a_tracked_run_is_its_artifact(runs, tmp_path, monkeypatch):
-    calls, run_dir, video = [], tmp_path / "tracked", tmp_path / "out.gif"
+    calls, run_dir, video = [], tmp_path / "tracked: 1", tmp_path / "out.gif"
     shutil.copytree(runs("ppo_ff"), run_dir)
     options = json.loads((run_dir / "config.json").read_text())
     (run_dir / "config.json").write_text(json.dumps(options | {"track": True}))
@@ -337,15 +379,15 @@ def test_the_video_of_a_tracked_run_is_its_artifact(runs, tmp_path, monkeypatch)
         finish=lambda: calls.append("finish"),
     )
 
-    def init(id, dir, resume):
-        calls.append((id, dir, resume))
+    def init(id, resume):
+        calls.append((id, resume))
         return run
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
     enjoy.main([str(run_dir), "--episodes", "1"])
     assert calls == []
     enjoy.main([str(run_dir), "--episodes", "1", "--video", str(video)])
-    assert calls == [("tracked", run_dir, "allow"), (str(video), "out", "video"), "finish"]
+    assert calls == [("tracked--1", "allow"), (str(video), "out", "video"), "finish"]
 
 
 def test_parameters_of_the_environment_are_those_of_the_run(runs, tmp_path):
@@ -355,8 +397,130 @@ def test_parameters_of_the_environment_are_those_of_the_run(runs, tmp_path):
     options["env_params"] = '{"max_steps_in_episode": 5}'
     (run / "config.json").write_text(json.dumps(options))
     video = tmp_path / "out.gif"
-    returns = enjoy.main([str(run), "--video", str(video)])
-    assert list(returns) == [5.0] * 10 and count_frames(video) == 6
+    returns = enjoy.main([str(run), "--video", str(video), "--episodes", "10"])
+    assert returns.tolist() == [[5.0] * 10] * 2 and count_frames(video) == 6
+
+
+def test_the_absolute_metric_is_the_return_of_the_best_on_new_episodes(runs, tmp_path, capsys):
+    run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
+    path = run / "summary.json"
+    before = json.loads(path.read_text())
+    assert not any(name.startswith("absolute") for name in before)
+    returns = enjoy.main([str(run)])
+    assert returns.shape == (2, 1280) and len(np.unique(returns[0])) > 10
+    means = returns.mean(axis=1)
+    assert json.loads(path.read_text()) == before | {
+        "absolute_return_mean": pytest.approx(means.mean(), rel=1e-5),
+        "absolute_return_per_seed": pytest.approx(means.tolist(), rel=1e-5),
+    }
+    assert {x.name for x in run.iterdir()} == {x.name for x in runs("ppo_ff").iterdir()}
+    assert f"absolute metric written to {path}" in capsys.readouterr().out
+    np.testing.assert_array_equal(enjoy.main([str(run), "--seed-index", "1"])[0], returns[1])
+    other = enjoy.main([str(run), "--seed", "1"])
+    assert (other != returns).mean() > 0.5
+    spread = returns.std(axis=1) / 1280**0.5
+    np.testing.assert_array_less(np.abs(other.mean(axis=1) - means), 6 * spread)  # the same policy
+    # Seeds do not play the same episodes: their first observations differ.
+    module, config, params = enjoy.load_run(run)
+    same = jax.tree.map(lambda x: x[[0, 0]], params)
+    keys = jax.random.split(jax.random.PRNGKey(0), (2, 16))
+    assert (np.diff(enjoy.play(module, config, same, keys), axis=0) != 0).any()
+
+
+@pytest.mark.parametrize("script", [*PLAYED, "ppo_meta"])
+def test_a_policy_acts_outside_of_its_script(script, runs):
+    """As in the script's own episode, with memory too."""
+    module, config, params = enjoy.load_run(runs(script), seed_index=1)
+    config = dataclasses.replace(config, eval_greedy=True)
+    episode = jax.jit(enjoy.get_episode(module, config))
+    act = enjoy.load_policy(runs(script), seed_index=1, greedy=True)
+    reset, step, *_ = module.make_env(config)
+    step = jax.jit(step)
+    for seed in (0, 1):
+        expected = episode(params, jax.random.PRNGKey(seed))
+        key, reset_key = jax.random.split(jax.random.PRNGKey(seed))
+        is_test = [True] if script == "ppo_meta" else []  # its evaluation plays tasks held out
+        (obs, env_state), total, first, done = reset(reset_key, *is_test), 0.0, True, False
+        while not done:
+            key, action_key, step_key = jax.random.split(key, 3)
+            action = act(obs, action_key, first)
+            obs, env_state, reward, *ended = step(step_key, env_state, action)
+            total, first, done = total + reward, False, any(ended[:2])
+        assert total == pytest.approx(float(expected), rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--episodes", "1279"],
+        ["--checkpoint", "last"],
+        ["--greedy"],
+        ["--seed-index", "0"],
+    ],
+)
+def test_nothing_else_is_an_absolute_metric(words, runs, tmp_path, monkeypatch):
+    monkeypatch.setattr(enjoy, "play", lambda *args: np.zeros(args[-1].shape[:2]))
+    run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
+    before = (run / "summary.json").read_bytes()
+    enjoy.main([str(run), *words])
+    assert (run / "summary.json").read_bytes() == before
+    enjoy.main([str(run), "--no-greedy", "--episodes", "2000"])
+    assert json.loads((run / "summary.json").read_text())["absolute_return_mean"] == 0
+
+
+def test_an_unfinished_run_has_no_absolute_metric(runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(enjoy, "play", lambda *args: np.zeros(args[-1].shape[:2]))
+    run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
+    (run / "summary.json").unlink()
+    enjoy.main([str(run)])
+    assert "not finished" in capsys.readouterr().out
+    assert not (run / "summary.json").exists()
+
+
+def test_a_copy_of_a_script_is_found_in_its_run(tmp_path):
+    """The program is the one that trained, not the repository's, whose network differs here."""
+    text = (ROOT / "ppo_ff.py").read_text()
+    layer = "        x = nn.tanh(dense(self.hidden_size)(x))\n"
+    assert text.count(layer) == 1
+    (tmp_path / "my_ppo.py").write_text(text.replace(layer, 2 * layer))
+    copy = enjoy.load_source(tmp_path, "my_ppo")
+    run = tmp_path / "run"
+    copy.main(copy.Config(**vars(tiny(load_script("ppo_ff"))) | {"run_dir": str(run)}))
+    assert json.loads((run / "config.json").read_text())["script"] == "my_ppo"
+    (tmp_path / "my_ppo.py").unlink()
+    returns = enjoy.main([str(run), "--episodes", "4"])
+    assert returns.shape == (1, 4) and not (run / "__pycache__").exists()
+    (line,) = plot.main([str(run)])["CartPole-v1"]
+    assert line == "my_ppo"
+    options = json.loads((run / "config.json").read_text())
+    (run / "config.json").write_text(json.dumps(options | {"script": "ppo_ff"}))
+    (run / "my_ppo.py").rename(run / "ppo_ff.py")  # the repository has a ppo_ff.py, too
+    np.testing.assert_array_equal(enjoy.main([str(run), "--episodes", "4"]), returns)
+    (run / "ppo_ff.py").unlink()
+    with pytest.raises(enjoy.RunError, match=str(run / "checkpoint.msgpack")):
+        enjoy.main([str(run)])
+    (run / "config.json").write_text(json.dumps(options))
+    with pytest.raises(enjoy.RunError, match="my_ppo"):
+        enjoy.main([str(run)])
+
+
+def test_a_run_without_its_source_is_played_by_the_repositorys_script(runs, tmp_path):
+    run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
+    words = [str(run), "--episodes", "8"]
+    expected = enjoy.main(words)
+    (run / "ppo_ff.py").unlink()
+    np.testing.assert_array_equal(enjoy.main(words), expected)
+
+
+def test_the_number_of_devices_does_not_matter(runs):
+    """Of four environments, three devices could not each have as many."""
+    code = "import sys, enjoy; print(enjoy.main(sys.argv[1:]).tolist())"
+    words = [sys.executable, "-W", "ignore", "-c", code, str(runs("ppo_ff")), "--episodes", "3"]
+    result = subprocess.run(
+        words, cwd=ROOT, env=with_devices(3), capture_output=True, text=True, check=True
+    )
+    expected = enjoy.main([str(runs("ppo_ff")), "--episodes", "3"])
+    assert json.loads(result.stdout.splitlines()[-1]) == expected.tolist()
 
 
 @pytest.mark.parametrize(
@@ -412,7 +576,7 @@ def test_replayed_returns_of_many_agents_are_those_of_the_team(many_agents):
 
 
 def test_a_recording_of_many_agents_holds_a_whole_episode(many_agents):
-    module, config, params = enjoy.load_run(many_agents)
+    module, config, params = enjoy.load_run(many_agents, seed_index=0)
     viewer = enjoy.make_viewer(config)
     over = lambda state: not state["distance"].any() or state["step"] == 8
     lengths = set()
@@ -420,7 +584,7 @@ def test_a_recording_of_many_agents_holds_a_whole_episode(many_agents):
         steps = enjoy.record(module, config, params, key)
         *before, (final, _) = enjoy.states_of(steps, viewer)
         total = enjoy.get_episode(module, config)(params, key)
-        assert sum(step.reward.sum() for step in steps) == pytest.approx(float(total), rel=1e-5)
+        assert sum(step.reward.sum() for step in steps) == pytest.approx(float(total), abs=1e-5)
         assert over(final) and not any(over(state) for state, _ in before)
         lengths.add(len(steps))
     assert len(lengths) > 1  # not all end by the time limit
@@ -510,7 +674,8 @@ def test_what_cannot_be_replayed(runs, tmp_path):
     for changes, name in [
         ({"hidden_size": 8}, "other shapes"),
         ({"env_id": "CartPole-v9"}, "CartPole-v9"),
-        ({"script": "../evil"}, "../evil"),
+        ({"script": "../run/ppo_ff"}, "../run/ppo_ff"),
+        ({"nonsense": 1}, "nonsense"),
         ({"script": "ppo_none"}, "ppo_none"),
         ({"script": "plot"}, "trains no policy"),
         ({"script": "disco_meta"}, "trains no policy"),

@@ -11,7 +11,7 @@ import rlax
 from conftest import load_script, tiny
 from flax import nnx
 from scipy import stats
-from test_cli import compiling_once, flags, learned, run
+from test_cli import compiling_once, flags, learned, run, run_killed
 
 module = load_script("ppo_vtrace")
 ppo_ff = load_script("ppo_ff")
@@ -27,6 +27,19 @@ def random_steps(seed=0, steps=12, envs=5):
     terminated = done & (rng.random((steps, envs)) < 0.5)
     assert (done & ~terminated).any() and (ratio > 1.2).any() and (ratio < 0.8).any()
     return ratio, reward, value, next_value, terminated, done
+
+
+def rollout_of(module, reward, value, terminated, done):
+    """A rollout of which only these fields are known."""
+    unknown = dict.fromkeys(module.Transition._fields)
+    known = {"reward": reward, "value": value, "terminated": terminated, "done": done}
+    return module.Transition(**(unknown | known))
+
+
+def vtrace(ratio, reward, value, next_value, terminated, done, config):
+    """Of the script. The values of the acting critic must not matter."""
+    rollout = rollout_of(module, reward, jnp.full_like(value, jnp.nan), terminated, done)
+    return module.compute_vtrace(rollout, value, next_value, ratio, config)
 
 
 def by_definition(ratio, reward, value, next_value, terminated, done, gamma, lam, rho, c):
@@ -48,7 +61,7 @@ def by_definition(ratio, reward, value, next_value, terminated, done, gamma, lam
 def test_vtrace_is_the_sum_of_its_definition(rho, c):
     steps = random_steps()
     config = tiny(module, gamma=0.9, gae_lambda=0.8, rho_clip=rho, c_clip=c)
-    advantage, target = module.compute_vtrace(*map(jnp.array, steps), config)
+    advantage, target = vtrace(*map(jnp.array, steps), config)
     expected = by_definition(*steps, 0.9, 0.8, rho, c)
     np.testing.assert_allclose(advantage, expected, atol=1e-5)
     np.testing.assert_allclose(target, expected + steps[2], atol=1e-5)
@@ -56,11 +69,23 @@ def test_vtrace_is_the_sum_of_its_definition(rho, c):
 
 def test_vtrace_with_ratio_one_is_gae_to_the_last_bit():
     ratio, *steps = map(jnp.array, random_steps())
+    reward, value, next_value, *ends = steps
     config = tiny(module, gamma=0.97, gae_lambda=0.95)
-    actual = module.compute_vtrace(jnp.ones_like(ratio), *steps, config)
-    expected = ppo_ff.compute_gae(*steps, 0.97, 0.95)
+    actual = vtrace(jnp.ones_like(ratio), *steps, config)
+    rollout = rollout_of(ppo_ff, reward, value, *ends)
+    expected = ppo_ff.compute_gae(rollout, next_value, 0.97, 0.95)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    assert (module.compute_vtrace(ratio, *steps, config)[0] != expected[0]).any()
+    assert (vtrace(ratio, *steps, config)[0] != expected[0]).any()
+
+
+@pytest.mark.parametrize("broken", [jnp.nan, jnp.inf])
+def test_the_next_value_of_a_terminated_step_is_never_used(broken):
+    reward, value, next_value = jnp.ones(2), jnp.zeros(2), jnp.array([0, broken])
+    end = jnp.array([False, True])
+    config = tiny(module, gamma=0.9, gae_lambda=0.8)
+    advantage, target = vtrace(jnp.ones(2), reward, value, next_value, end, end, config)
+    np.testing.assert_allclose(advantage, [1.72, 1], rtol=1e-6)
+    np.testing.assert_allclose(target, [1.72, 1], rtol=1e-6)
 
 
 def test_vtrace_is_that_of_rlax_without_time_limits():
@@ -70,15 +95,15 @@ def test_vtrace_is_that_of_rlax_without_time_limits():
     config = tiny(module, gamma=0.9, gae_lambda=0.8, rho_clip=1.3)
     steps = (ratio, reward, value, next_value, terminated, terminated)
     discount = 0.9 * (1 - terminated)
-    vtrace = lambda *args: rlax.vtrace(*args, lambda_=0.8, clip_rho_threshold=1.3)
-    expected = jax.vmap(vtrace, 1, 1)(value, next_value, reward, discount, ratio)
-    np.testing.assert_allclose(module.compute_vtrace(*steps, config)[0], expected, atol=1e-5)
+    reference = lambda *args: rlax.vtrace(*args, lambda_=0.8, clip_rho_threshold=1.3)
+    expected = jax.vmap(reference, 1, 1)(value, next_value, reward, discount, ratio)
+    np.testing.assert_allclose(vtrace(*steps, config)[0], expected, atol=1e-5)
 
 
 # -------------------------------------- segments
 def draws(priority, count, repeats=4000):
     """rows and probabilities, [repeats, count]."""
-    keys = jax.random.split(jax.random.key(0), repeats)
+    keys = jax.random.split(jax.random.PRNGKey(0), repeats)
     draw = jax.jit(jax.vmap(lambda key: module.draw_segments(key, jnp.array(priority), count)))
     return jax.tree.map(np.array, draw(keys))
 
@@ -149,64 +174,90 @@ def test_the_network_is_that_of_linen(cell, memory):
     config = tiny(module, hidden_size=4, cell=cell, memory=memory)
     network = network_of(config, 3, 2)
     graphdef, params = nnx.split(network)
-    keys = iter(jax.random.split(jax.random.key(1), 99))
+    keys = iter(jax.random.split(jax.random.PRNGKey(1), 99))
     params = jax.tree.map(lambda x: x + 0.3 * jax.random.normal(next(keys), x.shape), params)
     weights = nnx.to_pure_dict(params)
-    obs = jax.random.normal(jax.random.key(2), (6, 3))
-    reset = jnp.array([0, 0, 1, 0, 1, 0], bool)
-    carry = jax.random.normal(jax.random.key(3), (4,))
+    obs = jax.random.normal(jax.random.PRNGKey(2), (6, 2, 3))  # two sequences of six steps
+    reset = jnp.array([[0, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1]], bool).T
+    carry = jax.random.normal(jax.random.PRNGKey(3), (2, 4))
     carry = carry if cell == "gru" else (carry, -carry)
     network = nnx.merge(graphdef, params)
-    output, value, hidden = network(obs, (carry, carry), reset)
-    policy = network.policy_of(output)
+    policy, value, hidden = network(obs, (carry, carry), reset)
 
     def unroll(part):
         linen, cell_weights = linen_cell(cell, weights[part]["cell"])
         now, outputs = carry, []
         for t in range(6):
-            if reset[t] or not memory:
-                now = jax.tree.map(jnp.zeros_like, now)
+            keep = ~reset[t, :, None] & memory
+            now = jax.tree.map(lambda x, keep=keep: x * keep, now)
             x = jnp.tanh(nn.Dense(4).apply({"params": weights[part]["encoder"]}, obs[t]))
             now, output = linen.apply({"params": cell_weights}, now, x)
             outputs.append(output)
         return now, jnp.stack(outputs)
 
     end, x = unroll("actor")
-    expected = nn.Dense(2).apply({"params": weights["output"]}, x)
+    expected = nn.Dense(2).apply({"params": weights["actor_head"]}, x)
     np.testing.assert_allclose(policy.mean(), expected, atol=1e-5)
-    std = np.exp(np.tile(weights["log_std"], (6, 1)))
-    np.testing.assert_allclose(policy.stddev(), std, rtol=1e-5)
+    std = np.exp(np.tile(weights["log_std"], (6, 2, 1)))
+    np.testing.assert_allclose(policy.stddev() + 0 * policy.mean(), std, rtol=1e-5)
     last = jax.tree.map(lambda x: x[-1], hidden[0])
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), last, end)
     _, x = unroll("critic")
-    expected = nn.Dense(1).apply({"params": weights["value"]}, x)[:, 0]
+    expected = nn.Dense(1).apply({"params": weights["critic_head"]}, x)[..., 0]
     np.testing.assert_allclose(value, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_step_is_the_next_of_a_sequence(cell):
+    """Of one environment, and of many."""
+    network = network_of(tiny(module, cell=cell), 3, 2)
+    obs = jax.random.normal(jax.random.PRNGKey(2), (6, 5, 3))
+    reset = jax.random.bernoulli(jax.random.PRNGKey(3), 0.3, (6, 5))
+    start = jnp.ones((5, 4)) if cell == "gru" else (jnp.ones((5, 4)), -jnp.ones((5, 4)))
+    policy, value, hidden = network(obs, (start, start), reset)
+    before = jax.tree.map(lambda x: x[3], hidden)
+    first = jax.tree.map(lambda x: x[0], before)
+    for steps, inputs in (
+        (np.s_[4], (obs[4], before, reset[4])),
+        (np.s_[4, 0], (obs[4, 0], first, reset[4, 0])),
+    ):
+        step_policy, step_value, step_hidden = network.step(*inputs)
+        np.testing.assert_allclose(step_policy.mean(), policy.mean()[steps], atol=1e-6)
+        np.testing.assert_allclose(step_value, value[steps], atol=1e-6)
+        same = lambda x, y, steps=steps: np.testing.assert_allclose(x, y[steps], atol=1e-6)
+        jax.tree.map(same, step_hidden, hidden)
+        assert step_policy.sample(seed=jax.random.PRNGKey(4)).shape == (*step_value.shape, 2)
 
 
 def test_hidden_velocities_are_not_observed():
     for env_id, kept in (("Pendulum-v1", [0, 1]), ("CartPole-v1", [0, 2])):
         env, params = gymnax.make(env_id)
-        expected = env.reset(jax.random.key(3), params)[0][np.array(kept)]
+        expected = env.reset(jax.random.PRNGKey(3), params)[0][np.array(kept)]
         reset, step, *_ = module.make_env(tiny(module, env_id=env_id, hide_velocity=True))
-        obs, env_state = reset(jax.random.key(3))
+        obs, env_state = reset(jax.random.PRNGKey(3))
         np.testing.assert_array_equal(obs, expected)
         action = jnp.zeros(1) if env_id == "Pendulum-v1" else jnp.int32(0)
-        obs, *_, next_obs = step(jax.random.key(4), env_state, action)
+        obs, *_, next_obs = step(jax.random.PRNGKey(4), env_state, action)
         assert obs.shape == next_obs.shape == (2,)
-    for env_id, message in (
-        ("Acrobot-v1", "add Acrobot-v1 to POSITIONS"),
-        ("brax/ant", "with Brax"),
-    ):
-        with pytest.raises(module.ConfigError, match=message):
+    for env_id in ("Acrobot-v1", "brax/ant"):
+        with pytest.raises(module.ConfigError, match="CartPole-v1 and Pendulum-v1 only"):
             module.make_env(tiny(module, env_id=env_id, hide_velocity=True))
 
 
 # -------------------------------------- training
+@pytest.mark.parametrize(
+    "sizes", [{"draw_fraction": 0.1}, {"draw_fraction": 2.0}, {"num_minibatches": 3}]
+)
+def test_segments_that_cannot_be_drawn(sizes):
+    with pytest.raises(module.ConfigError, match="of 4 segments"):
+        module.make_train(tiny(module, **sizes))
+
+
 def train(config, seed=0):
     """State and metrics [updates] of the first seed."""
     state, train = probes.start(module, config, seed)
     state, metrics = train(state)
-    return state, {name: np.array(x)[0, :, 0] for name, x in metrics.items()}
+    return state, {name: np.array(x)[0, 0] for name, x in metrics.items()}
 
 
 def test_replayed_segments_have_ratio_one():
@@ -251,7 +302,7 @@ def test_options_change_what_is_trained():
         {"policy": "tanh_gaussian", "priority_beta": 1.0},
     ):
         state, metrics = train(tiny(module, num_evals=1, lr=1e-2, **change))
-        assert np.isfinite(metrics["loss/total"]).all(), change
+        assert np.isfinite(metrics["loss/value"]).all(), change
         states.append(state)
     trained = [np.concatenate([x.ravel() for x in jax.tree.leaves(s.params)]) for s in states]
     assert len({x.tobytes() for x in trained}) == len(states)
@@ -285,17 +336,7 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     words = flags(tiny(module, cell="lstm", num_seeds=2, num_evals=4))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "whole")
     assert code == 0, err
-    write_rows, calls = module.write_rows, []
-
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        write_rows(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "write_rows", stop)
-        assert "interrupted" in run(module, *words, "--run-dir", tmp_path / "cut")[0]
+    run_killed(module, [*words, "--run-dir", tmp_path / "cut"], "append_rows", 3)
     code, _, err = run(module, "--run-dir", tmp_path / "cut")
     assert code == 0, err
     assert learned(tmp_path / "cut") == learned(tmp_path / "whole")

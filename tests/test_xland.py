@@ -1,5 +1,8 @@
 """ppo_rnn on XLand tasks from a tiny benchmark file, in pixels, and in bfloat16."""
 
+import bz2
+import io
+import pickle
 from pathlib import Path
 
 import jax
@@ -7,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xminigrid
-from conftest import program, tiny
+from conftest import load_script, tiny
 from probes import probe_config, probes_for, start
+from test_cli import run
 from xminigrid.benchmarks import save_bz2_pickle
 from xminigrid.core.constants import TILES_REGISTRY, Colors, Tiles
 from xminigrid.core.goals import AgentNearGoal
@@ -35,7 +39,11 @@ def benchmark(tmp_path, monkeypatch):
 
 
 def xland(**options):
-    defaults = {"env_id": "XLand-MiniGrid-R1-9x9", "benchmark_id": "trivial-21k", "env_params": ""}
+    defaults = {
+        "env_id": "XLand-MiniGrid-R1-9x9",
+        "benchmark_id": "trivial-21k",
+        "env_params": "{}",
+    }
     return tiny(ppo_rnn, **defaults | options)
 
 
@@ -54,7 +62,7 @@ def goals_seen(config, num_envs=64):
         _, timestep, _, terminated, truncated, _ = step(step_key, timestep, toggle)
         return before, timestep.state.goal_encoding, terminated | truncated
 
-    before, after, done = jax.jit(goals)(jax.random.split(jax.random.key(0), num_envs))
+    before, after, done = jax.jit(goals)(jax.random.split(jax.random.PRNGKey(0), num_envs))
     assert done.all()
     return np.array(before), np.array(after)
 
@@ -80,7 +88,13 @@ def test_without_a_ruleset_every_reset_samples_a_task(benchmark):
         ({"benchmark_id": "", "ruleset_id": 0}, "benchmark_id.*trivial-21k"),
         ({"benchmark_id": ""}, "benchmark_id.*trivial-21k"),
         ({"env_id": "MiniGrid-Empty-5x5"}, "XLand-MiniGrid"),
-        ({"env_params": '{"max_step": 9}'}, "max_step.*known:.*max_steps"),
+        ({"benchmark_id": "", "env_id": "MiniGrid-Empty-5x5", "ruleset_id": 0}, "XLand-MiniGrid"),
+        ({"env_id": "XLand-MiniGrid-R1-9x8"}, "XLand-MiniGrid-R1-9x8.*XLand-MiniGrid-R1-9x9"),
+        ({"env_params": '{"max_step": 9}'}, "max_step.*defaults.*max_steps"),
+        ({"env_params": '{"max_steps": 9.0}'}, "max_steps.*int"),
+        ({"env_params": '{"max_steps": null}'}, "max_steps.*int"),
+        ({"env_params": '{"ruleset": {}}'}, "ruleset.*RuleSet"),
+        ({"env_params": "[1]"}, "env_params"),
     ],
 )
 def test_wrong_tasks_are_refused(benchmark, options, words):
@@ -98,24 +112,122 @@ def test_a_failed_download_says_where_to_put_the_file(tmp_path, monkeypatch):
         ppo_rnn.make_env(xland())
 
 
-def test_memory_tasks_are_trained_in_four_epochs():
-    """The help states the rule; the program shows which number was used."""
+# ---------------------------------- files of users
+XLAND = {"env_id": "XLand-MiniGrid-R1-9x9", "env_params": "{}"}
+HALF = {"ppo_rnn": {}, "ppo_meta": {"eval_fraction": 0.5}}  # of the three tasks
 
-    def trained(env_id, update_epochs):
-        return program(ppo_rnn, tiny(ppo_rnn, env_id=env_id, update_epochs=update_epochs))
 
-    for env_id, used, other in (("MiniGrid-MemoryS8", 4, 1), ("MiniGrid-Empty-5x5", 1, 4)):
-        by_default = trained(env_id, None)
-        assert by_default == trained(env_id, used)
-        assert by_default != trained(env_id, other)
-    assert "None: 1, or 4 in MiniGrid-Memory*" in Path(ppo_rnn.__file__).read_text()
+class Touch:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+class Save(Touch):
+    """By a function of NumPy."""
+
+    def __reduce__(self):
+        return np.save, (str(self.path), 0)
+
+
+class Method(Touch):
+    """By a method of an admitted class: pickled as numpy's "ndarray.tofile"."""
+
+    def __reduce__(self):
+        return np.ndarray.tofile, (np.zeros(3), str(self.path))
+
+
+def by_name(path):
+    """The same with the dotted name that protocol 4 knows."""
+    word = lambda x: pickle.SHORT_BINUNICODE + bytes([len(x)]) + x.encode()
+    call = word("numpy") + word("ndarray.tofile") + pickle.STACK_GLOBAL
+    array, name = (pickle.dumps(x, protocol=4)[2:] for x in (np.zeros(3), str(path)))
+    array, name = (x[9:-1] if x[:1] == pickle.FRAME else x[:-1] for x in (array, name))
+    arguments = array + name + pickle.TUPLE2
+    return pickle.PROTO + b"\x04" + call + arguments + pickle.REDUCE + pickle.STOP
+
+
+@pytest.mark.parametrize("script", ["ppo_rnn", "ppo_meta"])
+@pytest.mark.parametrize("attack", [Touch, Save, Method, by_name], ids=lambda x: x.__name__)
+def test_a_file_cannot_run_code(script, attack, benchmark, tmp_path, monkeypatch):
+    module, target = load_script(script), tmp_path / "written.npy"
+    if attack is by_name:
+        content = by_name(target)
+    else:
+        content = pickle.dumps({**benchmark, "rules": [attack(target)]})
+    pickle.loads(content)
+    assert target.exists()  # by pickle itself
+    target.unlink()
+    path = tmp_path / "tasks.bz2"
+    path.write_bytes(bz2.compress(content))
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(module, "--env-id", XLAND["env_id"], "--benchmark-id", path)
+    assert code == 2 and len(err.splitlines()) == 1 and "is not part of an array" in err
+    assert not target.exists() and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("script", ["ppo_rnn", "ppo_meta"])
+@pytest.mark.parametrize("kind", ["jax", "numpy", "strided"])
+def test_files_of_arrays_are_read(script, kind, benchmark, tmp_path):
+    module = load_script(script)
+    strided = lambda x: np.array([x, x])[0].T.copy().T if x.ndim > 1 else np.repeat(x, 2)[::2]
+    convert = {"jax": jnp.asarray, "numpy": np.array, "strided": strided}
+    arrays = {name: convert[kind](x) for name, x in benchmark.items()}
+    save_bz2_pickle(arrays, str(tmp_path / "tasks.bz2"))
+    loaded = module.load_benchmark(str(tmp_path / "tasks.bz2"))
+    for name, x in benchmark.items():
+        assert (getattr(loaded, name) == x).all() and isinstance(loaded.goals, jax.Array)
+    module.make_env(tiny(module, **XLAND, benchmark_id=str(tmp_path / "tasks.bz2"), **HALF[script]))
+
+
+def test_names_of_numpy_1_are_read():
+    reader = ppo_rnn.ArrayUnpickler(io.BytesIO())
+    for module, name in (("multiarray", "_reconstruct"), ("numeric", "_frombuffer")):
+        assert reader.find_class(f"numpy.core.{module}", name).__name__ == name
+
+
+@pytest.mark.parametrize("content", [[], {"goals": 0}, "text", {"goals": "text"}])
+def test_other_files_are_refused(content, tmp_path):
+    save_bz2_pickle(content, str(tmp_path / "tasks.bz2"))
+    with pytest.raises(ppo_rnn.ConfigError, match="benchmark_id"):
+        ppo_rnn.load_benchmark(str(tmp_path / "tasks.bz2"))
+
+
+# ----------------------------------------- options
+def test_the_rollout_is_short_with_many_environments():
+    for num_envs, num_steps, length in (
+        (256, 64, 64),
+        (1024, 64, 64),
+        (1025, 64, 16),
+        (8192, 8, 8),
+    ):
+        config = ppo_rnn.Config(num_envs=num_envs, num_steps=num_steps)
+        assert config.rollout_length == length and config.batch_size == num_envs * length
+    config = tiny(ppo_rnn, num_envs=1026, num_steps=64, total_timesteps=1)
+    init, train, *_ = ppo_rnn.make_train(config)
+    keys = jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())
+    lengths = []
+
+    def record(rollout, *arguments):
+        lengths.append(len(rollout.reward))
+        return compute_gae(rollout, *arguments)
+
+    compute_gae = ppo_rnn.compute_gae
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ppo_rnn, "compute_gae", record)
+        jax.eval_shape(train, jax.eval_shape(init, keys))
+    assert set(lengths) == {16}
 
 
 def test_env_params_replace_those_of_the_environment(benchmark):
     params = '{"max_steps": 1, "view_size": 7}'
     reset, step, _ = ppo_rnn.make_env(xland(env_params=params))
-    obs, env_state = jax.jit(reset)(jax.random.key(0))
-    *_, truncated, _ = jax.jit(step)(jax.random.key(1), env_state, 5)
+    obs, env_state = jax.jit(reset)(jax.random.PRNGKey(0))
+    *_, truncated, _ = jax.jit(step)(jax.random.PRNGKey(1), env_state, 5)
     assert obs.grid.shape == (7, 7, 2) and truncated
 
 
@@ -123,7 +235,7 @@ def test_env_params_replace_those_of_the_environment(benchmark):
 def test_trains_on_a_benchmark(benchmark, options):
     config = xland(num_evals=1, total_timesteps=32, env_params='{"max_steps": 9}', **options)
     init, train, *_ = ppo_rnn.make_train(config)
-    state = init(jax.random.split(jax.random.key(0), jax.local_device_count()))
+    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
     before = jax.tree.map(np.array, state.params)
     state, metrics = train(state)
     assert all(np.isfinite(x).all() for name, x in metrics.items() if name.startswith("loss/"))
@@ -138,7 +250,7 @@ def test_pixels_are_those_of_the_wrapper():
     from xminigrid.experimental.img_obs import RGBImgObservationWrapper, _render_obs
 
     env, params = xminigrid.make("MiniGrid-DoorKey-5x5")
-    key = jax.random.key(0)
+    key = jax.random.PRNGKey(0)
     pixels = RGBImgObservationWrapper(env).reset(params, key).observation
     assert (_render_obs(env.reset(params, key).observation) == pixels).all()
 
@@ -148,14 +260,14 @@ def test_strided_convolutions_are_those_of_flax():
     import flax.linen as nn
 
     config = xland(img_obs=True, conv_size=4)
-    grid = jax.random.randint(jax.random.key(0), (2, 3, 3, 2), 0, 11).astype(jnp.uint8)
+    grid = jax.random.randint(jax.random.PRNGKey(0), (2, 3, 3, 2), 0, 11).astype(jnp.uint8)
 
     class Pixels(ppo_rnn.ActorCritic):
         @nn.compact
         def __call__(self, grid):
             return self.embed_pixels(grid, jnp.float32)
 
-    output, variables = Pixels(6, config).init_with_output(jax.random.key(1), grid)
+    output, variables = Pixels(6, config).init_with_output(jax.random.PRNGKey(1), grid)
     kernels = [variables["params"][f"Dense_{i}"] for i in (0, 1)]
     from xminigrid.experimental.img_obs import _render_obs
 
