@@ -560,13 +560,14 @@ def make_train(config: Config):
         return state, {"eval/return": eval_return, "eval/length": eval_length}
 
     def init_seed(key):
-        key, params_key, runner_key = jax.random.split(key, 3)
+        key, params_key, runner_key, first_key = jax.random.split(key, 4)
         runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = network.init(params_key, runners.obs)
-        # A first rollout without an update: the statistics come from data from the start.
+        # A first rollout without an update, in environments of its own, starts the statistics.
+        first_runners = jax.vmap(start_episode)(jax.random.split(first_key, num_envs))
         act_all = lambda runners, _: jax.vmap(act, (None, 0))(params, runners)
-        runners, rollout = jax.lax.scan(act_all, runners, None, config.num_steps)  # [T, N]
+        _, rollout = jax.lax.scan(act_all, first_runners, None, config.num_steps)  # [T, N]
         zero = jnp.float32(0)
         return_stats = update_moments(Moments(zero, zero, zero), rollout.discounted_sum)
         moments = update_moments(params["obs_stats"]["moments"], rollout.obs)

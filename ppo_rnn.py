@@ -483,7 +483,7 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # In the same episode: without a reset. On a CPU, faster than one pass over [T, N].
+            # next_obs is of the same episode: no reset. A pass over [T, N] is slower on a CPU.
             next_obs, no_reset = transition.next_obs, jnp.zeros_like(transition.done)
             _, next_value, _ = apply_once(state.params, next_obs, runners.hidden, no_reset)
             return runners, (transition._replace(next_obs=None), next_value)
@@ -495,9 +495,9 @@ def make_train(config: Config):
         gradient_step = state.opt_state[-1].count  # at which the learning rate's schedule is
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
-        def update_minibatch(carry, minibatch):
+        def update_minibatch(carry, rows):
             params, opt_state = carry
-            batch, advantage, target = minibatch
+            batch, advantage, target = jax.tree.map(lambda x: x[:, rows], samples)  # [T, B, ...]
             advantage -= pmean(advantage.mean())
             std = jnp.sqrt(pmean((advantage**2).mean()))
             advantage /= jnp.maximum(std, config.min_advantage_std)
@@ -511,9 +511,8 @@ def make_train(config: Config):
         def update_epoch(carry, key):
             # A random permutation; on a CPU, twice as fast as jax.random.permutation.
             rows = jnp.argsort(jax.random.bits(key, (num_envs,), jnp.uint32))
-            rows = rows.reshape(config.num_minibatches, -1)
-            minibatches = jax.tree.map(lambda x: x[:, rows].swapaxes(0, 1), samples)
-            return jax.lax.scan(update_minibatch, carry, minibatches)  # over [T, B, ...]
+            rows = rows.reshape(config.num_minibatches, -1)  # [num_minibatches, B]
+            return jax.lax.scan(update_minibatch, carry, rows)
 
         keys = jax.random.split(state.key, 1 + config.update_epochs)
         carry = (state.params, state.opt_state)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tyro
 from conftest import load_script, tiny
 from probes import network_of
 from scipy import stats
@@ -92,10 +93,10 @@ def test_a_network_that_saturates_the_beta_policy_acts_greedily(module):
     assert np.isfinite(policy.entropy()).all()
 
 
-def test_an_unknown_policy_is_an_error(module):
-    init, *_ = module.make_train(tiny(module, policy="laplace"))
-    with pytest.raises(KeyError, match="laplace"):
-        jax.eval_shape(init, jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
+def test_an_unknown_policy_is_an_error(module, capsys):
+    with pytest.raises(SystemExit) as error:
+        tyro.cli(module.Config, args=["--policy", "laplace"])
+    assert error.value.code == 2 and "tanh_gaussian" in capsys.readouterr().err
 
 
 # ----------------------------------- environments

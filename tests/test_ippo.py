@@ -5,6 +5,7 @@ import inspect
 import itertools
 import json
 import sys
+import types
 from typing import Any, NamedTuple
 
 import chex
@@ -547,6 +548,28 @@ def test_nothing_is_learned_from_an_agent_that_has_left(use, share, no_evaluatio
     assert_same(*results)
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_advantages_are_normalized_over_agents_that_have_not_left(
+    use, monkeypatch, share, no_evaluation
+):
+    use(Toy(3))
+    kept, loss = [], ippo.ppo_loss
+
+    def record(params, network, batch, advantage, *args):
+        jax.debug.callback(lambda *x: kept.append(x), batch.obs.active, advantage)
+        return loss(params, network, batch, advantage, *args)
+
+    monkeypatch.setattr(ippo, "ppo_loss", record)
+    train(small(share_parameters=share, num_envs=16, total_timesteps=128))
+    jax.effects_barrier()
+    assert len(kept) == (4 if share else 4 * 3)  # two epochs of two minibatches
+    for active, advantage in kept:
+        assert not advantage[~active].any()
+        np.testing.assert_allclose(advantage[active].mean(), 0, atol=1e-5)
+        np.testing.assert_allclose(advantage[active].std(), 1, rtol=1e-4)
+    assert any(0 < active.mean() < 1 for active, _ in kept)
+
+
 # ----------------------------------------- spaces
 def test_sizes_that_differ_are_padded(use):
     reset, _, names, continuous = ippo.make_env(small(env_id="rings", share_parameters=False))
@@ -998,26 +1021,25 @@ def test_the_time_limit_of_mabrax_is_found_and_its_final_observation_kept():
 
 
 @needs_jaxmarl
-def test_the_time_limit_of_storm_is_no_termination_and_both_agents_act():
-    """Its agents are numbers, and three of its classes give observations in three ways."""
-    from jaxmarl.environments.storm.storm_env import Actions
-
+@pytest.mark.parametrize("env_id", ["storm", "storm_2p"])
+def test_the_time_limit_of_storm_is_no_termination_and_every_agent_acts(env_id):
+    """Its agents are numbers, and each of its classes gives observations in its own way."""
+    left, stay = 0, 4
     params = {"env_params": '{"num_inner_steps": 4}'}
-    _, _, seen = follow("storm", int(Actions.stay), 5, **params)
-    ends = np.array([truncated for *_, truncated, _ in seen])
+    _, _, still = follow(env_id, stay, 5, **params)
+    ends = np.array([truncated for *_, truncated, _ in still])
     assert ends.tolist() == [[False] * 2] * 3 + [[True] * 2] + [[False] * 2]
-    assert not any(terminated.any() for *_, terminated, _, _ in seen)
-    turned = follow("storm", [int(Actions.left), int(Actions.stay)], 1, **params)[2]
-    place = lambda x: np.array(x[0][0][1].features)
-    assert (place(seen) != place(turned)).any(axis=1).tolist() == [True, False]
+    assert not any(terminated.any() for *_, terminated, _, _ in still)
+    for k in range(2):
+        turned = follow(env_id, [left if k == agent else stay for agent in range(2)], 1, **params)[
+            2
+        ]
+        assert differ(still[0][1].features[k], turned[0][1].features[k])
 
 
-@needs_jaxmarl
 @pytest.mark.parametrize("evaporating", [True, False])
 def test_jaxnav_ends_for_each_agent_or_for_all(evaporating):
     """At the time limit, one of two agents has reached its goal."""
-    import types
-
     env = types.SimpleNamespace(evaporating=evaporating)
     at = lambda goal, crash: types.SimpleNamespace(
         goal_reached=jnp.array(goal), move_term=jnp.array(crash)

@@ -253,6 +253,7 @@ def test_return_crosses_episodes_and_stops_at_the_trials_end(monkeypatch):
     np.testing.assert_allclose(values, [1 + 0.8 + 0.64, 1 + 0.8, 1], rtol=0.05)
     for name in ("eval/return", "eval/return/episode_1", "eval/return/episode_3"):
         assert metrics[name][-1] == 1 and np.isnan(metrics[name][:-1]).all()
+    assert metrics["eval/length"][-1] == 1
     np.testing.assert_allclose(metrics["episode/return"], 1, rtol=1e-6)
     np.testing.assert_allclose(metrics["episode/length"], 1, rtol=1e-6)
     assert metrics["episode/count"].sum() == 32 * (200 * 16 // 3) * 3  # of whole trials
@@ -266,6 +267,20 @@ def test_a_bandit_is_solved_from_the_second_episode_on(monkeypatch):
     returns = np.array([metrics[f"eval/return/episode_{k}"][-1] for k in (1, 2, 3, 4)])
     assert returns.mean() == pytest.approx(metrics["eval/return"][-1], rel=1e-5)
     assert abs(returns[0] - 0.5) < 0.1 and returns[1:].min() >= 0.95
+
+
+def test_only_evaluation_plays_test_tasks(monkeypatch):
+    def make_env(config):
+        reset, step, num_actions = make_probe(lambda kind, action: kind == 2, 1)(config)
+
+        def marked_reset(key, is_test=False):
+            obs, env_state = reset(key, is_test)
+            return obs, env_state._replace(task=jnp.int32(2 * is_test))
+
+        return marked_reset, step, num_actions
+
+    _, _, metrics = learn(monkeypatch, make_env, 2)
+    assert metrics["eval/return"][-1] == 1 and (metrics["episode/return"] == 0).all()
 
 
 # ------------------------------------------ runs

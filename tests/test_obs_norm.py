@@ -80,9 +80,9 @@ def test_a_first_rollout_starts_the_statistics():
     np.testing.assert_allclose(state.return_stats.mean, np.mean(sums), rtol=1e-5)
     np.testing.assert_allclose(state.return_stats.var, np.var(sums), rtol=1e-5)
     assert moments.count == state.return_stats.count == config.batch_size
-    # Training continues where this rollout ended.
-    np.testing.assert_array_equal(state.runners.episode_length, 4)
-    np.testing.assert_array_equal(state.runners.obs.argmax(-1), 4)
+    # Training does not continue this rollout: it has environments of its own.
+    np.testing.assert_array_equal(state.runners.episode_length, 0)
+    np.testing.assert_array_equal(state.runners.obs.argmax(-1), 0)
     jax.tree.map(np.testing.assert_array_equal, state.best_params, state.params)
 
 
