@@ -508,10 +508,10 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = apply_agents(state.params, rollout.next_obs)  # [T, N, K]
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(next_obs=None), advantage, target)  # large, and not needed
+        samples = (rollout._replace(next_obs=None), advantage, target)  # not used in the loss
         axes = 3 if config.share_parameters else 2  # a sample is of one agent, or of all
         samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[axes:]), samples)
-        gradient_step = state.opt_state[-1].count.max()  # at which the learning rate's schedule is
+        gradient_step = state.opt_state[-1].count.max()  # the optimizer's own count
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, minibatch):

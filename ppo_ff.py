@@ -372,9 +372,9 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = network.apply(state.params, rollout.next_obs)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(next_obs=None), advantage, target)  # large, and not needed
+        samples = (rollout._replace(next_obs=None), advantage, target)  # not used in the loss
         samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[2:]), samples)
-        gradient_step = state.opt_state[-1].count  # at which the learning rate's schedule is
+        gradient_step = state.opt_state[-1].count  # the optimizer's own count
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, minibatch):

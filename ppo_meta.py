@@ -517,7 +517,7 @@ def make_train(config: Config):
         next_value = jnp.append(rollout.value[1:], last_value[None], axis=0)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # at which the learning rate's schedule is
+        gradient_step = state.opt_state[-1].count  # the optimizer's own count
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, rows):

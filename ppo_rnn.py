@@ -492,7 +492,7 @@ def make_train(config: Config):
         runners, (rollout, next_value) = jax.lax.scan(act_all, state.runners, None, steps)  # [T, N]
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # at which the learning rate's schedule is
+        gradient_step = state.opt_state[-1].count  # the optimizer's own count
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, rows):

@@ -567,7 +567,7 @@ def make_train(config: Config):
         advantage, target = vtrace(state.params, rollout, state.runners.hidden)  # ratio 1: GAE
         segments = (rollout, advantage, target)
         priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N]
-        gradient_step = state.opt_state[-1].count  # at which the learning rate's schedule is
+        gradient_step = state.opt_state[-1].count  # the optimizer's own count
         ent_coef = ent_schedule(gradient_step)  # constant within an update
         beta = 1 - schedule(1 - config.priority_beta, anneal=True)(gradient_step)  # rises to 1
 
