@@ -2,18 +2,19 @@
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x. A frozen meta-network takes the place of a
 hand-written policy loss: it emits targets for the policy and for two predictions, y and z, whose
-meaning it has learned, too; q predicts returns. One update:
+meaning was discovered as well; q predicts returns. One update:
 
     rollout      N environments play L steps; the replay keeps the last C trajectories
     batch        draw B trajectories from the replay
     values       returns = Retrace(q of the target network)
-    rule         policy', y', z' = meta_network(outputs, rewards, advantages, lifetime state)
+    rule         policy', y', z' = meta_network(outputs, rewards, advantages, past updates)
     loss         KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
                  + 0.2 cross_entropy(returns, q), reduced by one step of Adam
 
 As in the original code, a time limit counts as a termination, and the first step after a reset has
 no loss. `--rule` offers two baselines.
-Axes: L steps, T = L - 1 with a successor, A actions, D devices, S seeds; N, B, C per device.
+Axes: L = T + 1 steps, of which T have a successor; A actions, D devices, S seeds; N, B, C per
+device.
 
     python disco.py
 """
@@ -47,7 +48,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "disco").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "disco").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -79,7 +80,7 @@ from scipy import stats
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,12 +112,12 @@ class Config:
     vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -141,9 +142,11 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
-    `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
+    Both handle a single environment; `obs` is a vector. `next_obs` is what the action led to. When
+    an episode ends, `step` resets the environment: `obs` is then the first observation of the next
+    episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
+    evaluations never do. This script reads neither next_obs nor the difference between the two
+    ends. Raises ConfigError.
     """
     names = ["Catch-8x8", *gymnax.registered_envs]
     catch = re.fullmatch(r"Catch-([2-9]|[1-9]\d+)x([2-9]|[1-9]\d+)", config.env_id)
@@ -156,7 +159,7 @@ def make_env(config: Config):
         params = default.replace(**json.loads(config.env_params))
         for name, value in vars(default).items():
             if type(getattr(params, name)) is not type(value):
-                raise TypeError(f"{name} must be a {type(value).__name__}")
+                raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
     obs_space, action_space = env.observation_space(params), env.action_space(params)
@@ -167,7 +170,7 @@ def make_env(config: Config):
     def encode(obs):
         if is_image:
             return obs.ravel().astype(bool)  # gymnax images are binary
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -177,14 +180,14 @@ def make_env(config: Config):
     def step(key, env_state, action):
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])
+        next_obs = encode(info["final_observation"])  # of every step, before any reset
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n
 
 
 # ---------------------------------------- network
-NUM_BINS = 601  # of a categorical return: squashed returns from -300 to 300, a bin per integer
+NUM_BINS = 601  # a return is a categorical over the integers from -300 to 300, after squashing
 MAX_VALUE = 300
 
 
@@ -192,7 +195,7 @@ class AgentOutput(NamedTuple):
     """All are logits. The baselines fill only `logits`, or `logits` and `value`."""
 
     logits: jax.Array  # [..., A] policy
-    y: jax.Array | None = None  # [..., 600] of meta-learned meaning
+    y: jax.Array | None = None  # [..., 600] of discovered meaning
     z: jax.Array | None = None  # [..., A, 600] the same, for each action
     aux_pi: jax.Array | None = None  # [..., A, A] policy one step after each action
     q: jax.Array | None = None  # [..., A, 601] categorical return after each action
@@ -238,7 +241,7 @@ class Agent(nn.Module):
             action = jnp.broadcast_to(jnp.arange(self.num_actions), cell.shape[:-1])
         action = nn.one_hot(action, self.num_actions, dtype=cell.dtype)
         gates = dense(4 * config.model_size, "gates")
-        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)
+        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as if its output gate was open
         heads = {}
         for name, size in ("z", 600), ("aux_pi", self.num_actions), ("q", NUM_BINS):
             x = nn.relu(dense(config.branch_size, f"{name}_0")(hidden))
@@ -261,8 +264,11 @@ class Linear(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Released:
-    """Name of a layer in the released file, and the shape of its weights there."""
+class Placeholder:
+    """Stands for a Linear until it is loaded: its name and shape in the released file.
+
+    A leaf: `jax.tree.map(load, MetaNetwork())` replaces each by its layer.
+    """
 
     name: str
     shape: tuple[int, ...]  # [I, O], or [1, I, O] for a convolution across actions
@@ -270,14 +276,14 @@ class Released:
 
 
 class Embeddings(NamedTuple):
-    """Layers that embed LSTM inputs, or their places in the file."""
+    """Layers that embed LSTM inputs."""
 
-    y_hidden: Linear = Released("mlp/~/linear_0", (600, 16))
-    y_output: Linear = Released("mlp/~/linear_1", (16, 1))
-    z_hidden: Linear = Released("mlp_1/~/linear_0", (600, 16))
-    z_output: Linear = Released("mlp_1/~/linear_1", (16, 1))
-    action_hidden: Linear = Released("sequential/conv1_d", (1, 2 * 9, 16))
-    action_output: Linear = Released("sequential/conv1_d_1", (1, 2 * 16, 2))
+    y_hidden: Linear = Placeholder("mlp/~/linear_0", (600, 16))
+    y_output: Linear = Placeholder("mlp/~/linear_1", (16, 1))
+    z_hidden: Linear = Placeholder("mlp_1/~/linear_0", (600, 16))
+    z_output: Linear = Placeholder("mlp_1/~/linear_1", (16, 1))
+    action_hidden: Linear = Placeholder("sequential/conv1_d", (1, 2 * 9, 16))
+    action_output: Linear = Placeholder("sequential/conv1_d_1", (1, 2 * 16, 2))
 
     def embed_y(self, logits):
         return self.y_output(nn.relu(self.y_hidden(nn.softmax(logits)))).squeeze(-1)
@@ -287,24 +293,24 @@ class Embeddings(NamedTuple):
 
 
 def within(module: str) -> Embeddings:
-    """Embeddings found in a module."""
+    """Placeholders of the embeddings of a module."""
     return jax.tree.map(lambda x: dataclasses.replace(x, name=f"{module}/{x.name}"), Embeddings())
 
 
 class MetaNetwork(NamedTuple):
-    """Weights, or their places in the file. A lifetime LSTM modulates a backward LSTM."""
+    """A lifetime LSTM (128 units) modulates a backward LSTM (256) that reads 27 step features."""
 
     embeddings: Embeddings = within("lstm")
     lifetime_embeddings: Embeddings = within("lstm/~/meta_lstm/~unroll")
-    backward_lstm: Linear = Released("lstm/lstm/linear", (27 + 256, 4 * 256))
-    modulation: Linear = Released("lstm/linear", (128, 256), stddev=1.0)
-    summary: Linear = Released("lstm/linear_1", (256, 1), stddev=0.3)
-    y: Linear = Released("lstm/linear_2", (256, 600), stddev=0.3)
-    z: Linear = Released("lstm/linear_3", (256, 600), stddev=0.3)
-    policy_hidden: Linear = Released("lstm/sequential_1/conv1_d", (1, 2 * (256 + 2), 16))
-    policy: Linear = Released("lstm/linear_4", (16, 1), stddev=0.3)
-    lifetime_input: Linear = Released("lstm/~/meta_lstm/~unroll/mlp_2/~/linear_0", (27 + 2, 16))
-    lifetime_lstm: Linear = Released("lstm/~/meta_lstm/~unroll/lstm/linear", (16 + 128, 4 * 128))
+    backward_lstm: Linear = Placeholder("lstm/lstm/linear", (27 + 256, 4 * 256))
+    modulation: Linear = Placeholder("lstm/linear", (128, 256), stddev=1.0)
+    summary: Linear = Placeholder("lstm/linear_1", (256, 1), stddev=0.3)
+    y: Linear = Placeholder("lstm/linear_2", (256, 600), stddev=0.3)
+    z: Linear = Placeholder("lstm/linear_3", (256, 600), stddev=0.3)
+    policy_hidden: Linear = Placeholder("lstm/sequential_1/conv1_d", (1, 2 * (256 + 2), 16))
+    policy: Linear = Placeholder("lstm/linear_4", (16, 1), stddev=0.3)
+    lifetime_input: Linear = Placeholder("lstm/~/meta_lstm/~unroll/mlp_2/~/linear_0", (27 + 2, 16))
+    lifetime_lstm: Linear = Placeholder("lstm/~/meta_lstm/~unroll/lstm/linear", (16 + 128, 4 * 128))
 
 
 def random_weights(seed: int) -> MetaNetwork:
@@ -439,7 +445,7 @@ def retrace(reward, done, value, q, trace, gamma):
 
     def step(correction, x):
         reward, done, next_value, q, trace = x
-        bootstrap = jnp.where(done, 0, gamma * (next_value + correction))  # even if that is NaN
+        bootstrap = jnp.where(done, 0, gamma * (next_value + correction))  # no product with 0
         target = reward + bootstrap
         return trace * (target - q), target
 
@@ -451,7 +457,8 @@ def retrace(reward, done, value, q, trace, gamma):
 def vtrace(reward, done, value, ratio, gamma, trace_lambda):
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1). Returns advantage, target, [T, B].
 
-    It is Retrace with the value in place of q and errors weighted by the clipped ratio.
+    Retrace with the value in place of q gives `returns`; the clipped ratio weights its errors. The
+    advantage is target - value and decays with trace_lambda, as in GAE.
     """
     returns = retrace(reward, done, value, value[:-1], trace_lambda * ratio, gamma)
     advantage = ratio * (returns - value[:-1])
@@ -512,7 +519,7 @@ class Moments(NamedTuple):
 class MetaState(NamedTuple):
     """Memory of the update rule over the lifetime of an agent."""
 
-    advantage: Moments
+    moments: Moments  # of the advantage
     hidden: jax.Array  # [128] of the lifetime LSTM
     cell: jax.Array  # [128]
 
@@ -531,7 +538,8 @@ def mix_actions(linear: Linear, x):
 def make_features(embeddings: Embeddings, online, target, batch, values: Values, moments: Moments):
     """Inputs of the meta-network: step_features [T, B, 27], embedded actions [T, B, A, 2].
 
-    Only the agent's y and z carry meta-gradients. The released weights fix the order of features.
+    In meta-training (disco_meta.py), gradients reach the agent through its y and z only. The
+    released weights fix the order of features.
     """
     action = batch.action[:-1]
     policy = jax.lax.stop_gradient(nn.softmax(online.logits))  # [T + 1, B, A]
@@ -577,7 +585,7 @@ def make_features(embeddings: Embeddings, online, target, batch, values: Values,
         "mean_action": actions.mean(axis=2),  # [T, B, 2]
         "taken_action": select_action(actions, action),  # [T, B, 2]
     }
-    return jnp.dstack(list(step_features.values())), actions
+    return jnp.dstack(list(step_features.values())), actions  # [T, B] counts as [T, B, 1]
 
 
 def backward_lstm(linear: Linear, step_features, done):
@@ -594,9 +602,9 @@ def backward_lstm(linear: Linear, step_features, done):
     return hidden
 
 
-def embed_update(meta_net: MetaNetwork, step_features, hidden, y):
+def embed_update(meta_net: MetaNetwork, step_features, hidden, target_y):
     """Embedding of an update: the mean over its batch and the devices, [16]."""
-    y = meta_net.lifetime_embeddings.embed_y(y)[..., None]
+    y = meta_net.lifetime_embeddings.embed_y(target_y)[..., None]
     x = jnp.concatenate([step_features, meta_net.summary(hidden), y], axis=-1)  # [T, B, 29]
     return pmean(meta_net.lifetime_input(x).mean(axis=(0, 1)))
 
@@ -607,7 +615,7 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
     Targets are an AgentOutput: logits [T, B, A], y [T, B, 600], z [T, B, 600] of the actions taken.
     """
     values = jax.lax.stop_gradient(compute_values(online, target, batch, config))
-    moments = meta.advantage.add(values.advantage, config.ema_decay)
+    moments = meta.moments.add(values.advantage, config.ema_decay)
     inputs = (online, target, batch, values, moments)
     step_features, actions = make_features(meta_net.embeddings, *inputs)
     hidden = backward_lstm(meta_net.backward_lstm, step_features, batch.done[:-1])
@@ -619,8 +627,11 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
     # The lifetime state takes effect at the next update.
     step_features, _ = make_features(meta_net.lifetime_embeddings, *inputs)
     x = embed_update(meta_net, step_features, hidden, targets.y)
-    hidden, cell = lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)
-    return targets, values, MetaState(moments, hidden, cell)
+    return (
+        targets,
+        values,
+        MetaState(moments, *lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)),
+    )
 
 
 def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, config):
@@ -630,11 +641,12 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     if config.rule == "actor_critic":
         value = expected_return(online.value)  # [T + 1, B]
         return *vtrace(*steps, value, ratio, config.gamma, config.trace_lambda), meta
-    returns, target = vtrace(*steps, jnp.zeros_like(batch.reward), ratio, config.gamma, 1.0)
-    meta = meta._replace(advantage=meta.advantage.add(returns, config.ema_decay))
-    mean, std = meta.advantage.mean_and_std()
-    # `returns` are weighted by the ratio, so the mean must be too.
-    return (returns - ratio * mean) / std, target, meta
+    # With a value of 0, both are the return, weighted by the ratio.
+    no_value = jnp.zeros_like(batch.reward)
+    weighted_return, _ = vtrace(*steps, no_value, ratio, config.gamma, trace_lambda=1.0)
+    meta = meta._replace(moments=meta.moments.add(weighted_return, config.ema_decay))
+    mean, std = meta.moments.mean_and_std()
+    return (weighted_return - ratio * mean) / std, weighted_return, meta
 
 
 # ------------------------------------------- loss
@@ -656,8 +668,8 @@ def value_loss(logits, target):
 
 
 def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Config):
-    """Means of losses [T, B] without the first step after each reset. Returns loss, metrics."""
-    losses["policy/entropy"] = distrax.Categorical(output.logits[:-1]).entropy()
+    """Adds the entropy. Means of [T, B], without the first step after each reset: loss, metrics."""
+    losses = losses | {"policy/entropy": distrax.Categorical(output.logits[:-1]).entropy()}
     mask = ~batch.reset[:-1]
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
     coefs = {"loss/value": config.vf_coef, "policy/entropy": -config.ent_coef}  # others: 1
@@ -698,7 +710,7 @@ class TrainState(NamedTuple):
     meta: MetaState
     replay: Transition  # [L, C] ring buffer
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -712,7 +724,8 @@ def make_optimizer(config: Config) -> optax.GradientTransformation:
 def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimizer, config):
     """One step of Adam on a batch [L, B, ...], differentiable with respect to `meta_net`.
 
-    Returns state with new params, target_params, opt_state and meta; targets; metrics.
+    Returns state with new params, target_params, opt_state and meta; targets, for disco_meta.py;
+    metrics.
     """
     online = network.apply(state.params, batch.obs)
     if config.rule == "disco":
@@ -746,26 +759,27 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
-    # As many devices of each process as divide these.
+    # The most devices, equally many of each process, whose number divides these.
     sizes = (config.num_envs, config.replay_size, config.replay_batch)
     devices = np.reshape(jax.devices(), (jax.process_count(), -1))
     while devices.size and math.gcd(*sizes) % devices.size:
         devices = devices[:, :-1]
     num_devices = devices.size
     if num_devices == 0:
-        raise ConfigError(f"{len(devices)} processes must divide each of {sizes}")
+        raise ConfigError(f"{len(devices)} processes: num_envs, replay_* must be multiples")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
     if trajectories < max(config.num_envs, config.replay_batch) or config.num_steps < 2:
         raise ConfigError(
             f"{trajectories} trajectories of {config.num_steps} steps are too few to learn from: "
-            "check replay_size, num_steps and total_timesteps"
+            "check num_envs, replay_batch, replay_size, num_steps and total_timesteps"
         )
     num_envs, replay_size, replay_batch = (size // num_devices for size in sizes)  # N, C, B
     env_reset, env_step, num_actions = make_env(config)
@@ -784,12 +798,12 @@ def make_train(config: Config):
         filled = jnp.minimum((state.update + 1) * num_envs, replay_size)
         drawn = jax.random.randint(replay_key, (replay_batch,), 0, filled)
         batch = jax.tree.map(lambda x: x[:, drawn], replay)  # [L, B, ...]
-        # With --init-from, the target network starts from the same parameters.
+        # `init_from` has replaced params only.
         target_params = optax.tree.where(state.update == 0, state.params, state.target_params)
         state = state._replace(target_params=target_params)
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
         ready = filled >= replay_batch  # before, nothing is learned
-        unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}
+        unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}  # NaN: diverged
         metrics = optax.tree.where(ready, metrics, unmeasured)
         episodes = psum(rollout.done.sum())
         metrics |= {
@@ -807,7 +821,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(network, env_step, params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(env_reset, key))
@@ -872,7 +886,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -890,15 +904,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -907,7 +921,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -934,7 +948,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -967,10 +982,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -982,7 +998,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -991,7 +1007,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -1027,7 +1043,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -1059,7 +1076,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

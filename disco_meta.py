@@ -40,7 +40,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "disco_meta").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "disco_meta").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -278,7 +278,7 @@ def make_train(config: Config):
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if min(config.num_steps, config.valid_steps) < 2:
         raise ConfigError("num_steps and valid_steps must be at least 2")
     env_reset, env_step, num_actions = disco.make_env(config)
@@ -305,7 +305,7 @@ def make_train(config: Config):
             meta=meta,
             critic=critic,
             critic_opt_state=make_optimizer(config.critic_lr, config.max_update).init(critic),
-            moments=meta.advantage,  # zeros, too
+            moments=meta.moments,  # zeros, too
         )
         return agent, runners
 
@@ -360,7 +360,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: disco.act(network, env_step, params, runner)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -414,7 +414,7 @@ def main(config: Config) -> dict:
     table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
     state = host_state = restore(jax.device_get(init(keys)), config, run_dir)
     updates_done = int(host_state.update[0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --num-meta-steps to continue it")
@@ -475,7 +475,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -577,7 +577,8 @@ def upload(path: Path, run_dir: Path) -> None:
     """Add the video to the artifacts of the run at Weights & Biases."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # as in the scripts
+    # As in the scripts.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     run = wandb.init(id=run_id, resume="allow")
     run.log_artifact(str(path), name=path.stem, type="video")
     run.finish()

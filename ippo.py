@@ -2,16 +2,18 @@
 
 PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
 Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
-2011.09533). One network reads the observation and the index of each agent, or each has its own.
+2011.09533). All agents share one network, which also reads the agent's index, or each has its own.
 `eval/return` is the sum over the K agents: a shared return counts K times.
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
-- actor and critic have learning rates and epochs of their own; `--target-kl` stops the actor alone;
-- an agent that is done before the others gets no gradient until they are, too (except in SMAX);
+- actor and critic have learning rates, epochs and gradient clipping of their own;
+- `--target-kl` stops the actor alone;
+- an agent that is done early gets no gradient until the episode ends (except in SMAX);
 - the advantages of a minibatch are normalized across all devices.
 
-Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B samples.
+Axes: T steps, K agents, F features, A actions, S seeds, D devices; on each device, N environments
+and minibatches of B samples.
 
     python ippo.py --num-seeds 5
 """
@@ -42,7 +44,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "ippo").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "ippo").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -74,7 +76,7 @@ from scipy import stats
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,15 +105,15 @@ class Config:
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    target_kl: float = 0.0  # end the actor's epochs once the KL divergence is larger; 0: off
+    target_kl: float = 0.0  # end the actor's epochs once the KL divergence exceeds this; 0: off
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -136,7 +138,7 @@ class Rings:
     Agent k sees, one-hot, how far ahead its goal is on a ring of 3 + k cells. Action a is a step of
     (a + k) % 3 - 1 cells ahead, so that no action moves two agents alike. Arriving pays 1 and ends
     that agent's episode; other steps cost 0.2; the time limit is 8 steps. From d cells away, by the
-    shorter way, the best return is 1.2 - 0.2 d; means over d add up to 1 + 14 / 15 + 0.9 = 2.833.
+    shorter way, the best return is 1.2 - 0.2 d. On average, the three add up to 1 + 14 / 15 + 0.9.
     """
 
     agents = ("ring_3", "ring_4", "ring_5")
@@ -167,28 +169,30 @@ class Rings:
 
 def jaxnav_time_limit(env, state, reward):
     ended = state.goal_reached | state.move_term
+    # Unless agents evaporate, all act until the last one has ended.
     return ~(ended if env.evaporating else ended.all())
 
 
-# First word of env_id -> time_limit(env, state, reward): whether agents that are done in this state
-# are so by the time limit alone, [] or [K]. JaxMARL itself reports no difference.
+# JaxMARL does not say why an agent is done. First word of env_id -> time_limit(env, state, reward):
+# whether the agents that are done in this state merely ran out of time, [] or [K].
 BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
 TIME_LIMIT = dict.fromkeys(("MPE", "coin", "overcooked", "storm"), lambda *_: True)
 TIME_LIMIT |= dict.fromkeys(BRAX, lambda env, state, reward: state.info["truncation"] > 0)
 TIME_LIMIT |= {
     "hanabi": lambda *_: False,
-    "switch": lambda env, state, reward: reward == 0,  # otherwise, someone has told
+    "switch": lambda env, state, reward: reward == 0,  # else an agent has told, right or wrong
     "rings": lambda env, state, reward: state["distance"] > 0,
     "jaxnav": jaxnav_time_limit,
+    # A battle that would be over at step 0, too, has not run out of time.
     "SMAX": lambda env, state, reward: ~env.is_terminal(state.replace(step=0)),
-    "HeuristicEnemySMAX": lambda env, state, _: TIME_LIMIT["SMAX"](env._env, state.state, _),
+    "HeuristicEnemySMAX": lambda env, state, _: ~env._env.is_terminal(state.state.replace(step=0)),
 }
 
 
 class Observation(NamedTuple):
     features: jax.Array  # [F], with a one-hot agent index if parameters are shared
     mask: jax.Array  # [A] legal actions, or the agent's components of a continuous action
-    active: jax.Array  # [] False once the agent is done
+    active: jax.Array  # [] False once the agent is done; in next_obs, once it has terminated
 
 
 def load_env(config: Config):
@@ -197,7 +201,7 @@ def load_env(config: Config):
         params = json.loads(config.env_params)
         if config.env_id == "rings":
             return Rings(**params)
-        with contextlib.redirect_stdout(None):  # its import prints
+        with contextlib.redirect_stdout(None):  # importing it prints
             import jaxmarl
             from jaxmarl.environments.overcooked import overcooked_layouts as layouts
             from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as maps
@@ -212,8 +216,10 @@ def load_env(config: Config):
         env = jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
         key = jax.random.PRNGKey(0)
         actions = [env.action_space(name).sample(key) for name in env.agents]
+        # Some environments number their agents and take a list.
         actions = actions if env.agents[0] == 0 else dict(zip(env.agents, actions, strict=True))
-        jax.eval_shape(lambda: env.step_env(key, env.reset(key)[1], actions))  # wrong values fail
+        # Wrong values in env_params fail here.
+        jax.eval_shape(lambda: env.step_env(key, env.reset(key)[1], actions))
         return env
     except ConfigError:
         raise
@@ -229,10 +235,12 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
-    `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
-    All but env_state are of the agents, [K, ...]. Continuous actions are clipped to [-1, 1].
+    Both handle a single environment; all but key and env_state have a leading agent axis, [K, ...].
+    `obs` and `next_obs` are Observations, and `next_obs` is what the actions led to. An agent is
+    terminated or truncated once; from then on, it is not active and is paid 0. With the last agent
+    the episode ends, and `step` resets the environment: `obs` is then the first observation of the
+    next episode. Episodes must end, or evaluations never do. Continuous actions are clipped to
+    [-1, 1]. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -245,15 +253,15 @@ def make_env(config: Config):
     method = "get_avail_actions" if "SMAX" in family and not continuous else "get_legal_moves"
     legal_actions = getattr(env, method, lambda env_state: all_legal)
 
-    def stack(x):
-        """Flattened and padded with zeros to one size, [K, F]."""
-        flatten = lambda x: jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(x)])
-        arrays = [jnp.float32(flatten(x[name])) for name in names]
-        size = max(x.size for x in arrays)
-        return jnp.stack([jnp.pad(x, (0, size - x.size)) for x in arrays])
+    def stack(by_name):
+        """{name: tree} -> [K, F], flattened and padded with zeros to one size."""
+        flatten = lambda tree: jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
+        rows = [jnp.float32(flatten(by_name[name])) for name in names]
+        size = max(row.size for row in rows)
+        return jnp.stack([jnp.pad(row, (0, size - row.size)) for row in rows])
 
     def observe(obs, env_state, active):
-        if config.env_id == "storm":  # its arrays hold all agents
+        if config.env_id == "storm":  # observations [K, ...], inventory [..., K]
             obs = list(zip(obs["observations"], obs["inventory"].T, strict=True))
         features = stack(obs)
         if config.share_parameters:
@@ -268,7 +276,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         step_key, reset_key = jax.random.split(key)
         env_state, active = env_state
-        if continuous:
+        if continuous:  # [-1, 1] -> the bounds of each agent, without its padding
             to_bounds = lambda space, x: space.low + (space.high - space.low) * x[: space.shape[0]]
             action = list(map(to_bounds, spaces.values(), (jnp.clip(action, -1, 1) + 1) / 2))
         actions = action if names[0] == 0 else dict(zip(names, action, strict=True))
@@ -305,11 +313,11 @@ class ActorCritic(nn.Module):
         num_outputs = obs.mask.shape[-1] * (1 + self.continuous)
         outputs = MLP(num_outputs, 0.01, self.hidden_size, name="actor")(obs.features)
         value = MLP(1, 1.0, self.hidden_size, name="critic")(obs.features).squeeze(-1)
-        # What is masked is a constant, without a gradient.
+        # Masked outputs are constants and get no gradient.
         value = jnp.where(obs.active, value, 0)
         mask = obs.mask & obs.active[..., None]
         if not self.continuous:
-            masked = -1e9 * (1 + jnp.arange(num_outputs))  # all masked: first action, entropy 0
+            masked = -1e9 * (1 + jnp.arange(num_outputs))  # if all are: first action, entropy 0
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value
         mean, log_std = jnp.split(outputs, 2, axis=-1)
         std = jnp.where(mask, jnp.exp(log_std), (2 * np.pi * np.e) ** -0.5)  # of entropy 0
@@ -340,7 +348,7 @@ class Transition(NamedTuple):
     done: jax.Array  # terminated, truncated or not active
     next_obs: Observation  # what the action led to, also at the end of an episode
     episode_return: jax.Array  # up to and including this step
-    episode_length: jax.Array
+    episode_length: jax.Array  # of the whole episode, the same for all agents
 
 
 class RunnerState(NamedTuple):
@@ -350,7 +358,7 @@ class RunnerState(NamedTuple):
     obs: Observation  # [K, ...]
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array
+    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
     episode_length: jax.Array
 
 
@@ -361,7 +369,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -373,7 +381,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -415,21 +423,22 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     env_reset, env_step, names, continuous = make_env(config)
     num_samples = num_envs * config.num_steps * (len(names) if config.share_parameters else 1)
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_samples % config.num_minibatches:
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
+        raise ConfigError(f"num_minibatches must divide {num_samples}, the samples per device")
     network = ActorCritic(config.hidden_size, continuous)
     num_epochs = max(config.actor_epochs, config.critic_epochs)
     gradient_steps = config.num_updates * num_epochs * config.num_minibatches
@@ -444,17 +453,18 @@ def make_train(config: Config):
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
 
     def adam(part, lr):
-        """Adam that rests, moments included, while the part does not learn."""
+        """Adam for one part. It rests, moments included, while learns[part] is False."""
         clip = optax.clip_by_global_norm(config.max_grad_norm)
-        adam = optax.chain(clip, optax.scale_by_adam(eps=1e-5), optax.scale(lr))
-        return optax.conditionally_mask(adam, lambda _, learns: learns[part], True)
+        transform = optax.chain(clip, optax.scale_by_adam(eps=1e-5), optax.scale(lr))
+        is_learning = lambda _, learns: learns[part]
+        return optax.conditionally_mask(transform, is_learning, forward_extra_args=True)
 
     parts = {"actor": adam("actor", config.actor_lr), "critic": adam("critic", config.critic_lr)}
     optimizer = optax.chain(
         optax.multi_transform(parts, {"params": {part: part for part in parts}}),
         optax.scale_by_learning_rate(lr_schedule),
     )
-    # Of observations [..., K, F]; with a network per agent, params are [K, ...].
+    # Both map observations [..., K, F] to a policy and a value; apply_each has params [K, ...].
     apply_each = jax.vmap(network.apply, (0, Observation(-2, -2, -1)), (-2, -1))
     apply_agents = network.apply if config.share_parameters else apply_each
 
@@ -508,10 +518,10 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = apply_agents(state.params, rollout.next_obs)  # [T, N, K]
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(next_obs=None), advantage, target)  # not used in the loss
-        axes = 3 if config.share_parameters else 2  # a sample is of one agent, or of all
+        samples = (rollout, advantage, target)
+        axes = 3 if config.share_parameters else 2  # a sample holds one agent, or all K
         samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[axes:]), samples)
-        gradient_step = state.opt_state[-1].count.max()  # the optimizer's own count
+        gradient_step = state.opt_state[-1].count.max()  # [K] equal ones if not shared
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, minibatch):
@@ -529,15 +539,12 @@ def make_train(config: Config):
             updates, opt_state = optimizer.update(grads, opt_state, learns=learns)
             return (optax.apply_updates(params, updates), opt_state, learns), metrics
 
-        if not config.share_parameters:  # a step of all networks
+        if not config.share_parameters:  # over K networks and [B, K] samples
             update_minibatch = jax.vmap(update_minibatch, (0, 1))
 
         def update_epoch(carry, x):
             params, opt_state, actor_epochs = carry
-            epoch, key = x
-            # A random permutation; on a CPU, twice as fast as jax.random.permutation.
-            rows = jnp.argsort(jax.random.bits(key, (num_samples,), jnp.uint32))
-            rows = rows.reshape(config.num_minibatches, -1)
+            epoch, rows = x
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
             critic_learns = jnp.full_like(actor_epochs, epoch < config.critic_epochs, bool)
             carry = (params, opt_state, {"actor": epoch < actor_epochs, "critic": critic_learns})
@@ -547,12 +554,16 @@ def make_train(config: Config):
                 actor_epochs = jnp.minimum(actor_epochs, jnp.where(stop, epoch + 1, num_epochs))
             return (params, opt_state, actor_epochs), metrics
 
-        keys = jax.random.split(state.key, 1 + num_epochs)
-        actor_epochs = jnp.full_like(state.opt_state[-1].count, config.actor_epochs)  # of networks
+        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        key, shuffle_key = jax.random.split(state.key)
+        bits = jax.random.bits(shuffle_key, (num_epochs, num_samples), jnp.uint32)
+        rows = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
+        # One for each network, [] or [K].
+        actor_epochs = jnp.full_like(state.opt_state[-1].count, config.actor_epochs)
         carry = (state.params, state.opt_state, actor_epochs)
-        xs = (jnp.arange(num_epochs, dtype=jnp.int32), keys[1:])
+        xs = (jnp.arange(num_epochs, dtype=jnp.int32), rows)
         (params, opt_state, actor_epochs), metrics = jax.lax.scan(update_epoch, carry, xs)
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         var = lambda x: x.var(where=rollout.obs.active)
         done = rollout.done.all(-1, keepdims=True)  # [T, N, 1]
         episodes = psum(done.sum())  # if zero, return and length are NaN
@@ -567,7 +578,7 @@ def make_train(config: Config):
         }
         metrics |= {f"episode/return/{name}": x for name, x in zip(names, returns, strict=True)}
         state = state._replace(
-            key=keys[0],
+            key=key,
             params=params,
             opt_state=opt_state,
             runners=runners,
@@ -576,7 +587,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -606,7 +617,7 @@ def make_train(config: Config):
         keys = jax.random.split(params_key, len(names))
         params = jax.lax.map(lambda key: network.init(key, runners.obs), keys)  # [K, ...]
         opt_state = jax.vmap(optimizer.init)(params)
-        if config.share_parameters:
+        if config.share_parameters:  # one is enough
             params, opt_state = jax.tree.map(lambda x: x[0], (params, opt_state))
         return TrainState(
             key=key,
@@ -647,7 +658,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -665,15 +676,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -682,7 +693,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -709,7 +720,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -742,10 +754,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -757,7 +770,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -766,7 +779,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -802,7 +815,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -834,7 +848,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -41,7 +41,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "ppo_drift").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "ppo_drift").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -73,7 +73,7 @@ from scipy import stats
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,12 +105,12 @@ class Config:
     adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -137,7 +137,8 @@ def make_env(config: Config):
 
     Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
     `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
+    `next_obs` the final one of the episode that ended. Episodes must end, or evaluations never do.
+    Raises ConfigError.
     """
     names = gymnax.registered_envs
     if config.env_id not in names:
@@ -148,7 +149,7 @@ def make_env(config: Config):
         params = default.replace(**json.loads(config.env_params))
         for name, value in vars(default).items():
             if type(getattr(params, name)) is not type(value):
-                raise TypeError(f"{name} must be a {type(value).__name__}")
+                raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
     obs_space, action_space = env.observation_space(params), env.action_space(params)
@@ -159,7 +160,7 @@ def make_env(config: Config):
     def encode(obs):
         if is_image:
             return obs.astype(bool)  # gymnax images are binary
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -169,7 +170,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])
+        next_obs = encode(info["final_observation"])  # of every step, before any reset
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n
@@ -232,7 +233,7 @@ class RunnerState(NamedTuple):
     obs: jax.Array
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array
+    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
     episode_length: jax.Array
 
 
@@ -243,7 +244,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     kl_coef: jax.Array  # of the KL penalty
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
@@ -256,7 +257,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -340,20 +341,21 @@ def ppo_loss(
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     num_samples = num_envs * config.num_steps
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_samples % config.num_minibatches:
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
+        raise ConfigError(f"num_minibatches must divide {num_samples}, the samples per device")
     env_reset, env_step, num_actions = make_env(config)
     obs, _ = jax.eval_shape(env_reset, jax.random.PRNGKey(0))
     network = ActorCritic(num_actions, config.hidden_size, is_image=obs.ndim == 3)
@@ -424,9 +426,9 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = network.apply(state.params, rollout.next_obs)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(next_obs=None), advantage, target)  # not used in the loss
+        samples = (rollout, advantage, target)
         samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[2:]), samples)
-        gradient_step = state.opt_state[-1].count  # the optimizer's own count
+        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, minibatch):
@@ -442,17 +444,17 @@ def make_train(config: Config):
             updates, opt_state = optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), metrics
 
-        def update_epoch(carry, key):
-            # A random permutation; on a CPU, twice as fast as jax.random.permutation.
-            rows = jnp.argsort(jax.random.bits(key, (num_samples,), jnp.uint32))
-            rows = rows.reshape(config.num_minibatches, -1)
+        def update_epoch(carry, rows):
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        key, shuffle_key = jax.random.split(state.key)
+        bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
+        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         kl_coef = state.kl_coef
         if config.drift == "adaptive_kl":  # each minibatch's KL is that before its gradient step
             kl_coef = adapt_kl_coef(kl_coef, metrics["policy/kl"], config.adaptive_kl_target)
@@ -465,7 +467,7 @@ def make_train(config: Config):
             "optim/lr": lr_schedule(gradient_step),
         }
         state = state._replace(
-            key=keys[0],
+            key=key,
             params=params,
             opt_state=opt_state,
             runners=runners,
@@ -475,7 +477,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -540,7 +542,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -558,15 +560,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -575,7 +577,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -602,7 +604,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -635,10 +638,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -650,7 +654,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -659,7 +663,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -695,7 +699,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -727,7 +732,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -41,7 +41,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "ppo_meta").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "ppo_meta").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -74,7 +74,7 @@ from xminigrid.benchmarks import Benchmark
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Config:
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
     trial_episodes: int = 4  # episodes per trial, all of one task
-    trial_steps: int = 0  # steps per trial in training, instead of episodes; 0: episodes
+    trial_steps: int = 0  # end training trials after this many steps; 0: after trial_episodes
     eval_fraction: float = 0.1  # fraction of the tasks held out for evaluation
     img_obs: bool = False  # observe pixels instead of symbols
     # Algorithm
@@ -97,7 +97,7 @@ class Config:
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
     hidden_size: int = 64  # units of the GRU
     embedding_size: int = 8  # features per tile; 0: one-hot tiles and colors
-    conv_size: int = 8  # channels of the first convolution; 4 times as many on a 3 x 3 view
+    conv_size: int = 8  # channels of the first convolution, a quarter of them on a 3 x 3 view
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     lr: float = 1e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -109,18 +109,18 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # divide advantages by at least this, or noise drowns rewards
+    min_advantage_std: float = 0.05  # divide advantages by at least this: no noise is blown up
     reset_memory: bool = False  # clear memory after every episode, as an ablation
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 512  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -151,7 +151,7 @@ class EnvState(NamedTuple):
     timestep: Any  # of xminigrid
     task: jax.Array  # index of the ruleset, or seed of the layout
     episode: jax.Array  # index within the trial
-    step: jax.Array  # of the trial so far
+    step: jax.Array  # steps of the trial so far
     is_test: jax.Array  # this is an evaluation
 
 
@@ -159,7 +159,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Admits arrays in plain containers; other pickles can run any code."""
 
     def find_class(self, module, name):
-        module = module.replace("numpy.core", "numpy._core")  # its name in NumPy 1
+        module = module.replace("numpy.core", "numpy._core")  # NumPy 1 has the former
         modules = ("numpy", "numpy._core.multiarray", "numpy._core.numeric", "jax._src.array")
         names = ("dtype", "ndarray", "_frombuffer", "_reconstruct", "_reconstruct_array")
         if module not in modules or name not in names:
@@ -177,7 +177,7 @@ def load_benchmark(benchmark_id: str) -> Benchmark:
             arrays = ArrayUnpickler(file).load()
         return Benchmark(**{k: jnp.asarray(arrays[k]) for k in Benchmark.__dataclass_fields__})
     except Exception as error:  # a file may hold anything
-        known = f"a file, or one of {', '.join(names)} (if offline, set XLAND_MINIGRID_DATA)"
+        known = f"a file or one of {', '.join(names)} (XLAND_MINIGRID_DATA: their folder)"
         raise ConfigError(f"benchmark_id = {benchmark_id!r}: {error!r}; use {known}") from None
 
 
@@ -187,9 +187,10 @@ def make_env(config: Config):
     reset(key, is_test) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, done
 
-    Both handle a single environment. When an episode ends, `step` starts the next one of the trial
-    and sets `new_episode` in `obs`. At the end of a trial, `done`, it starts a trial of a training
-    task. Trials must end. Raises ConfigError.
+    Both handle a single environment; `obs` is an Observation. When an episode ends, `step` starts
+    the next one of the trial and sets `new_episode` in `obs`. At the end of a trial it returns
+    `done` and starts a trial of a training task. `env_state.episode` is the index of the episode
+    within the trial. Trials must end, or evaluations never do. Raises ConfigError.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -200,18 +201,18 @@ def make_env(config: Config):
         params = default.replace(**json.loads(config.env_params))
         for name, value in vars(default).items():
             if type(getattr(params, name)) is not type(value):
-                raise TypeError(f"{name} must be a {type(value).__name__}")
+                raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
-    if hasattr(params, "ruleset"):  # XLand's, not MiniGrid's
+    if hasattr(params, "ruleset"):  # XLand environments have one, those of MiniGrid do not
         benchmark = load_benchmark(config.benchmark_id)
         num_tasks, ruleset = benchmark.num_rulesets(), benchmark.get_ruleset
         start = lambda key, task: env.reset(params.replace(ruleset=ruleset(task)), key)
     elif config.benchmark_id:
         raise ConfigError(f"{config.env_id} takes no benchmark: use an XLand-MiniGrid env_id")
     else:
-        num_tasks = 2**16
-        start = lambda key, task: env.reset(params, jax.random.PRNGKey(task))
+        num_tasks = 2**16  # layouts, the same in all episodes of a trial
+        start = lambda _, task: env.reset(params, jax.random.PRNGKey(task))
     num_tests = round(num_tasks * config.eval_fraction)
     if not 0 < num_tests < num_tasks:
         raise ConfigError(f"eval_fraction holds out {num_tests} of {num_tasks} tasks")
@@ -231,7 +232,7 @@ def make_env(config: Config):
 
     def step(key, env_state, action):
         task_key, reset_key = jax.random.split(key)
-        timestep = env.step(params, env_state.timestep, action)  # by the ruleset of timestep
+        timestep = env.step(params, env_state.timestep, action)  # ruleset in its state
         reward, ended = jnp.float32(timestep.reward), timestep.last()
         episode, trial_step = env_state.episode + ended, env_state.step + 1
         done = episode == config.trial_episodes
@@ -243,8 +244,9 @@ def make_env(config: Config):
         prev_action = jnp.where(forget, -1, jnp.int32(action))
         prev_reward = jnp.where(forget, 0, reward)
         obs = observe(timestep, prev_action, prev_reward, ended & ~done)
-        counts = jnp.where(done, 0, jnp.stack([episode, trial_step]))
-        return obs, EnvState(timestep, task, *counts, env_state.is_test), reward, done
+        episode, trial_step = jnp.where(done, 0, episode), jnp.where(done, 0, trial_step)
+        env_state = EnvState(timestep, task, episode, trial_step, env_state.is_test)
+        return obs, env_state, reward, done
 
     return reset, step, env.num_actions(params)
 
@@ -255,7 +257,7 @@ def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), nn.GRUCell but for its init."""
+    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1): nn.GRUCell with another init."""
 
     dtype: Any
 
@@ -263,24 +265,24 @@ class GRU(nn.Module):
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> hidden after each step [T, ..., H]"""
         size = hidden.shape[-1]
-        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], of all steps at once
-        orthogonal, shape = nn.initializers.orthogonal(), (size, 3 * size)  # one for all gates
-        kernel = self.param("kernel", orthogonal, shape, jnp.float32)
+        x = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], all steps at once
+        # Orthogonal as a whole, not gate by gate.
+        kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
-        kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
+        kernel, bias, hidden = (p.astype(x.dtype) for p in (kernel, bias, hidden))
 
-        def step(hidden, x):
-            inputs, clear = x
-            hidden = jnp.where(clear[..., None], 0, hidden)
-            reset_x, update_x, new_x = jnp.split(inputs, 3, axis=-1)
-            reset_h, update_h, new_h = jnp.split(hidden @ kernel, 3, axis=-1)
-            update = nn.sigmoid(update_x + update_h)
-            new = jnp.tanh(new_x + nn.sigmoid(reset_x + reset_h) * (new_h + bias))
-            hidden = (1 - update) * new + update * hidden
+        def step(hidden, inputs):
+            x, reset = inputs
+            hidden = jnp.where(reset[..., None], 0, hidden)
+            r_x, z_x, n_x = jnp.split(x, 3, axis=-1)  # reset gate, update gate, new state
+            r_h, z_h, n_h = jnp.split(hidden @ kernel, 3, axis=-1)
+            z = nn.sigmoid(z_x + z_h)
+            n = jnp.tanh(n_x + nn.sigmoid(r_x + r_h) * (n_h + bias))
+            hidden = (1 - z) * n + z * hidden
             return hidden, hidden
 
         unroll = 1 if jax.default_backend() == "cpu" else 16  # up to 1.7x as fast on a GPU
-        return jax.lax.scan(step, hidden, (inputs, reset), unroll=unroll)[1]
+        return jax.lax.scan(step, hidden, (x, reset), unroll=unroll)[1]
 
 
 class ActorCritic(nn.Module):
@@ -300,19 +302,21 @@ class ActorCritic(nn.Module):
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             x = jnp.concatenate([tile, color], axis=-1)  # [T, ..., V, V, tiles + colors]
-            if config.embedding_size:  # a product: the gradient of a lookup would be a scatter
+            if config.embedding_size:  # not a lookup, whose gradient is a slow scatter
                 x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
-        for k in (1, 2, 4) if x.shape[-2] > 3 else (4, 8):  # a 3 x 3 view has room for two
+        layers = (1, 2, 4) if x.shape[-2] > 3 else (4, 8)  # a 3 x 3 view has room for two
+        for k in layers:
             # A 2 x 2 convolution as a dense layer on patches: several times as fast on a CPU.
             v = x.shape[-2] - 1
             patches = [x[..., i : i + v, j : j + v, :] for i in range(2) for j in range(2)]
             x = nn.relu(dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1)))
         direction = jax.nn.one_hot(obs.direction, 4)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
-        x = [x.reshape(*x.shape[:-3], -1), direction, prev_action, obs.prev_reward[..., None]]
-        x.append(obs.new_episode[..., None])
+        x = x.reshape(*x.shape[:-3], -1)
+        features = [x, direction, prev_action, obs.prev_reward[..., None]]
+        features.append(obs.new_episode[..., None])
         reset |= (obs.new_episode & config.reset_memory) | (not config.memory)
-        hidden = GRU(dtype)(jnp.concatenate(x, axis=-1), hidden, reset)  # [T, ..., H]
+        hidden = GRU(dtype)(jnp.concatenate(features, axis=-1), hidden, reset)  # [T, ..., H]
         actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)
@@ -320,11 +324,12 @@ class ActorCritic(nn.Module):
         return distrax.Categorical(logits), value, hidden.astype(jnp.float32)
 
     def embed_pixels(self, grid, dtype):
-        """Render here, 32 x 32 pixels per tile: rollouts store symbols, 1500 times less."""
-        with jax.ensure_compile_time_eval():  # the import creates arrays
+        """Renders here, 32 x 32 pixels per tile: rollouts store symbols, which are far smaller."""
+        with jax.ensure_compile_time_eval():  # the import creates arrays, which must be concrete
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jnp.vectorize(_render_obs, signature="(v,v,c)->(h,w,d)")(grid) / 255
+        # Two convolutions without overlap, as dense layers: 32 pixels per tile -> 4 -> 1.
         for features, stride in ((16, 8), (self.config.conv_size, 4)):
             axes, size = x.shape[:-3], x.shape[-2] // stride
             x = x.reshape(*axes, size, stride, size, stride, -1).swapaxes(-3, -4)
@@ -336,13 +341,13 @@ class ActorCritic(nn.Module):
 class Transition(NamedTuple):
     obs: Observation
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [H] before obs is read; None but for the first step of a rollout
+    hidden: Any  # [H] before obs is read; kept for the first step of a rollout only, [1, N, H]
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # ended the trial
-    done: jax.Array  # likewise
+    done: jax.Array  # the same: no trial is cut off
     trial_return: jax.Array  # up to and including this step
     trial_length: jax.Array
     trial_episodes: jax.Array
@@ -353,12 +358,12 @@ class RunnerState(NamedTuple):
 
     key: jax.Array
     obs: Observation
-    hidden: jax.Array  # [H] before obs is read; cleared if `done`
+    hidden: jax.Array  # [H] before obs is read; if `done`, the network clears it first
     env_state: Any
     done: jax.Array  # the previous step ended a trial
     trial_return: jax.Array
     trial_length: jax.Array
-    returns: jax.Array  # [K] of the episodes of the trial
+    returns: jax.Array  # [K] of the episodes of the trial; `at` drops those beyond K
 
 
 class TrainState(NamedTuple):
@@ -368,7 +373,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -380,7 +385,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -422,19 +427,20 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_envs % config.num_minibatches:
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_envs}")
+        raise ConfigError(f"num_minibatches must divide {num_envs}, num_envs per device")
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config)
     gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
@@ -454,7 +460,7 @@ def make_train(config: Config):
     )
 
     def apply_once(params, obs, hidden, reset):
-        """The network on sequences of one step."""
+        """The network on sequences of one step. A policy is a tree of its logits."""
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], network.apply(params, obs, hidden, reset))
 
@@ -512,12 +518,12 @@ def make_train(config: Config):
             return jax.vmap(act, (None, 0))(state.params, runners)
 
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
-        # A step leads to what the next one reads; after a trial, the value is not used.
+        # The next value is that of the next step; GAE ignores it where a trial has ended.
         _, last_value, _ = apply_once(state.params, runners.obs, runners.hidden, runners.done)
-        next_value = jnp.append(rollout.value[1:], last_value[None], axis=0)
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # the optimizer's own count
+        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, rows):
@@ -533,16 +539,17 @@ def make_train(config: Config):
             updates, opt_state = optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), metrics
 
-        def update_epoch(carry, key):
-            # A random permutation; on a CPU, twice as fast as jax.random.permutation.
-            rows = jnp.argsort(jax.random.bits(key, (num_envs,), jnp.uint32))
-            rows = rows.reshape(config.num_minibatches, -1)  # [num_minibatches, B]
+        def update_epoch(carry, rows):
             return jax.lax.scan(update_minibatch, carry, rows)
 
-        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        key, shuffle_key = jax.random.split(state.key)
+        bits = jax.random.bits(shuffle_key, (config.update_epochs, num_envs), jnp.uint32)
+        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
+        # Of the trials that ended; if there are none, return and length are NaN.
         episodes = psum((rollout.trial_episodes * rollout.done).sum())
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -552,7 +559,7 @@ def make_train(config: Config):
             "optim/lr": lr_schedule(gradient_step),
         }
         state = state._replace(
-            key=keys[0],
+            key=key,
             params=params,
             opt_state=opt_state,
             runners=runners,
@@ -588,7 +595,7 @@ def make_train(config: Config):
         key, params_key, runner_key = jax.random.split(key, 3)
         runners = jax.vmap(start_trial)(jax.random.split(runner_key, num_envs))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
-        # As a sequence of N steps, since only the sizes of the layers matter.
+        # The N observations pass as one sequence of N steps: only the sizes of the layers matter.
         params = network.init(params_key, runners.obs, runners.hidden[0], runners.done)
         return TrainState(
             key=key,
@@ -629,7 +636,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -647,15 +654,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -664,7 +671,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -691,7 +698,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -724,10 +732,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -739,7 +748,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -748,7 +757,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -784,7 +793,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -816,7 +826,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

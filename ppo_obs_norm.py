@@ -4,9 +4,9 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arX
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
-- raw actions are stored; only the environment receives them within its bounds;
-- a first rollout without an update starts the statistics of the normalization;
-- the statistics of observations change between updates only: the first ratio of each is 1;
+- rollouts store raw actions; only the environment receives them within its bounds;
+- a first rollout, without an update, initializes the statistics of the normalization;
+- the statistics of observations change only between updates, whose ratios thus start at 1;
 - the advantages of a minibatch are normalized across all devices.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B samples.
@@ -39,7 +39,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "ppo_obs_norm").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "ppo_obs_norm").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -71,7 +71,7 @@ from scipy import stats
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,16 +99,16 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
     policy: Literal["gaussian", "tanh_gaussian", "beta"] = "gaussian"  # for continuous actions
-    normalize_obs: bool = True  # shift and scale observations to mean 0 and deviation 1
-    normalize_reward: bool = True  # divide rewards by the deviation of their discounted sums
+    normalize_obs: bool = True  # shift and scale to mean 0, standard deviation 1
+    normalize_reward: bool = True  # divide by the standard deviation of discounted sums
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -135,8 +135,9 @@ def make_env(config: Config):
 
     Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
     `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
-    Continuous actions are in [-1, 1]^A; A is their number.
+    `next_obs` the final one of the episode that ended. Episodes must end, or evaluations never do.
+    Continuous actions are vectors in [-1, 1]^A, with A = num_actions.
+    Raises ConfigError.
     """
     tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
     tasks += " inverted_pendulum inverted_double_pendulum"
@@ -145,13 +146,14 @@ def make_env(config: Config):
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
     is_brax = config.env_id.startswith("brax/")
-    brax_default = None, gymnax.EnvParams(max_steps_in_episode=1000)
-    env, default = brax_default if is_brax else gymnax.make(config.env_id)
+    default = gymnax.EnvParams(max_steps_in_episode=1000)  # of Brax
+    if not is_brax:
+        env, default = gymnax.make(config.env_id)
     try:
         params = default.replace(**json.loads(config.env_params))
         for name, value in vars(default).items():
             if type(getattr(params, name)) is not type(value):
-                raise TypeError(f"{name} must be a {type(value).__name__}")
+                raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
     if is_brax:
@@ -160,7 +162,7 @@ def make_env(config: Config):
     is_discrete = hasattr(action_space, "n")
 
     def encode(obs):
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -170,10 +172,11 @@ def make_env(config: Config):
     def step(key, env_state, action):
         if not is_discrete:
             low, high = action_space.low, action_space.high
-            action = low + (high - low) * (action.astype(float) + 1) / 2  # as precise as env_state
+            action = action.astype(float)  # float64 with x64, like env_state
+            action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])
+        next_obs = encode(info["final_observation"])  # of every step, before any reset
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n if is_discrete else action_space.shape[0], is_discrete
@@ -184,18 +187,19 @@ def make_brax_env(env_id: str, time_limit: int):
         import brax.envs
     except ImportError:
         raise ConfigError(f"{env_id} needs Brax: pip install brax") from None
-    env = brax.envs.create(env_id.removeprefix("brax/"), time_limit, auto_reset=False)
+    name = env_id.removeprefix("brax/")
+    env = brax.envs.create(name, episode_length=time_limit, auto_reset=False)
 
     def reset(key):
         env_state = env.reset(key)
         return jnp.float32(env_state.obs), env_state
 
     def step(key, env_state, action):
-        last = env.step(env_state, action)
-        done, truncated = last.done > 0, last.info["truncation"] > 0
-        env_state = optax.tree.where(done, env.reset(key), last)  # Brax's own repeats one state
-        obs, next_obs = jnp.float32(env_state.obs), jnp.float32(last.obs)
-        return obs, env_state, jnp.float32(last.reward), done & ~truncated, truncated, next_obs
+        final = env.step(env_state, action)
+        done, truncated = final.done > 0, final.info["truncation"] > 0
+        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats one state
+        obs, next_obs = jnp.float32(env_state.obs), jnp.float32(final.obs)
+        return obs, env_state, jnp.float32(final.reward), done & ~truncated, truncated, next_obs
 
     return reset, step, env.action_size, False
 
@@ -206,14 +210,14 @@ def dense(features: int, scale: float = 2**0.5) -> nn.Dense:
 
 
 class GaussianPolicy(distrax.Independent):
-    """Normal distributions of the raw action."""
+    """Independent normals over the raw action."""
 
     def to_env(self, raw):
         return jnp.clip(raw, -1, 1)
 
 
 class TanhGaussianPolicy(distrax.Independent):
-    """Normal distributions of the raw action; log_prob and entropy are those of tanh(raw)."""
+    """Independent normals over the raw action; log_prob and entropy are those of tanh(raw)."""
 
     def to_env(self, raw):
         return jnp.tanh(raw)
@@ -222,14 +226,15 @@ class TanhGaussianPolicy(distrax.Independent):
         return super().log_prob(raw) - distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
 
     def entropy(self):
-        nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))  # quadrature
-        raw = self.mean() + self.stddev() * nodes.reshape(-1, *[1] * self.mean().ndim)
-        slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
-        return super().entropy() + jnp.average(slope, 0, weights)
+        # Plus the mean of log tanh'(raw), by Gauss-Hermite quadrature with 16 nodes.
+        nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))
+        raw = self.mean() + self.stddev() * nodes.reshape(16, *[1] * self.mean().ndim)
+        log_slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
+        return super().entropy() + jnp.average(log_slope, axis=0, weights=weights)
 
 
 class BetaPolicy(distrax.Independent):
-    """Beta distributions of the raw action in (0, 1) (Chou et al. 2017), alpha and beta >= 1."""
+    """Independent betas over the raw action in (0, 1), unimodal (Chou et al. 2017)."""
 
     def to_env(self, raw):
         return 2 * raw - 1
@@ -238,12 +243,12 @@ class BetaPolicy(distrax.Independent):
         return jnp.clip(super().sample(seed=seed), 1e-6, 1 - 1e-6)  # log_prob(0) is -inf
 
     def mode(self):
-        alpha, beta = self.distribution.alpha - 1, self.distribution.beta - 1
-        return (alpha + 1e-6) / (alpha + beta + 2e-6)  # 1/2 if both are zero
+        a, b = self.distribution.alpha - 1, self.distribution.beta - 1
+        return (a + 1e-6) / (a + b + 2e-6)  # 1/2 if alpha = beta = 1
 
 
 class Moments(NamedTuple):
-    """Mean and variance of all that was seen; sums would lose precision."""
+    """Running mean and variance; running sums would lose precision."""
 
     mean: jax.Array
     var: jax.Array
@@ -270,7 +275,7 @@ class ActorCritic(nn.Module):
 
     num_actions: int
     hidden_size: int
-    policy: str
+    policy_kind: str
     normalize_obs: bool
 
     @nn.compact
@@ -282,16 +287,16 @@ class ActorCritic(nn.Module):
         if self.normalize_obs:
             obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)
         actor, critic = self.mlp(obs), self.mlp(obs)
-        if self.policy == "categorical":
+        if self.policy_kind == "categorical":
             policy = distrax.Categorical(logits=dense(self.num_actions, 0.01)(actor))
-        elif self.policy == "beta":
+        elif self.policy_kind == "beta":
             output = 1 + nn.softplus(dense(2 * self.num_actions, 0.01)(actor))
             policy = BetaPolicy(distrax.Beta(*jnp.split(output, 2, axis=-1)), 1)
         else:
-            kind = GaussianPolicy if self.policy == "gaussian" else TanhGaussianPolicy
+            kinds = {"gaussian": GaussianPolicy, "tanh_gaussian": TanhGaussianPolicy}
             mean = dense(self.num_actions, 0.01)(actor)
-            log_std = self.param("log_std", lambda _: jnp.zeros(self.num_actions, jnp.float32))
-            policy = kind(distrax.Normal(mean, jnp.exp(log_std)), 1)
+            log_std = self.param("log_std", nn.initializers.zeros, self.num_actions, jnp.float32)
+            policy = kinds[self.policy_kind](distrax.Normal(mean, jnp.exp(log_std)), 1)
         return policy, dense(1, 1.0)(critic).squeeze(-1)
 
     def mlp(self, x):
@@ -321,7 +326,7 @@ class RunnerState(NamedTuple):
     obs: jax.Array
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array
+    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
     episode_length: jax.Array
     discounted_sum: jax.Array
 
@@ -334,17 +339,17 @@ class TrainState(NamedTuple):
     opt_state: Any  # of the weights
     return_stats: Moments
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
 
 
 def scale_reward(rollout: Transition, return_stats: Moments):
-    """Divides rewards [T, N] by the deviation of their discounted sums (arXiv 2005.12729, sec. 3).
+    """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    The clipping is that of VecNormalize: a first reward of 1 after many zeros could become
-    hundreds. Returns rollout, return_stats.
+    Clips them like VecNormalize: after many zeros, a first reward of 1 could become hundreds.
+    Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
@@ -357,7 +362,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -399,23 +404,24 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     num_samples = num_envs * config.num_steps
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_samples % config.num_minibatches:
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_samples}")
+        raise ConfigError(f"num_minibatches must divide {num_samples}, the samples per device")
     env_reset, env_step, num_actions, is_discrete = make_env(config)
-    policy = "categorical" if is_discrete else config.policy
-    network = ActorCritic(num_actions, config.hidden_size, policy, config.normalize_obs)
+    policy_kind = "categorical" if is_discrete else config.policy
+    network = ActorCritic(num_actions, config.hidden_size, policy_kind, config.normalize_obs)
     gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
@@ -488,9 +494,9 @@ def make_train(config: Config):
         rollout = scaled if config.normalize_reward else rollout
         _, next_value = network.apply(state.params, rollout.next_obs)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout._replace(next_obs=None), advantage, target)  # not used in the loss
+        samples = (rollout, advantage, target)
         samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[2:]), samples)
-        gradient_step = state.opt_state[-1].count  # the optimizer's own count
+        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, minibatch):
@@ -500,24 +506,24 @@ def make_train(config: Config):
             advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
             grad = jax.grad(ppo_loss, has_aux=True)
             grads, metrics = grad(params, network, batch, advantage, target, ent_coef, config)
-            grads, metrics = pmean((grads["params"], metrics))
+            grads, metrics = pmean((grads["params"], metrics))  # not of the statistics
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
             weights = optax.apply_updates(params["params"], updates)
             return (params | {"params": weights}, opt_state), metrics
 
-        def update_epoch(carry, key):
-            # A random permutation; on a CPU, twice as fast as jax.random.permutation.
-            rows = jnp.argsort(jax.random.bits(key, (num_samples,), jnp.uint32))
-            rows = rows.reshape(config.num_minibatches, -1)
+        def update_epoch(carry, rows):
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        key, shuffle_key = jax.random.split(state.key)
+        bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
+        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
-        # Only now: the statistics were fixed during the rollout and its gradient steps.
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
+        # Only now: these statistics stay fixed in a rollout and its gradient steps.
         moments = update_moments(params["obs_stats"]["moments"], rollout.obs)
         params = params | {"obs_stats": {"moments": moments}}
         episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
@@ -529,7 +535,7 @@ def make_train(config: Config):
             "optim/lr": lr_schedule(gradient_step),
         }
         state = state._replace(
-            key=keys[0],
+            key=key,
             params=params,
             opt_state=opt_state,
             return_stats=return_stats,
@@ -539,7 +545,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -564,7 +570,7 @@ def make_train(config: Config):
         runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = network.init(params_key, runners.obs)
-        # A first rollout without an update, in environments of its own, starts the statistics.
+        # A first rollout initializes the statistics, in environments of its own.
         first_runners = jax.vmap(start_episode)(jax.random.split(first_key, num_envs))
         act_all = lambda runners, _: jax.vmap(act, (None, 0))(params, runners)
         _, rollout = jax.lax.scan(act_all, first_runners, None, config.num_steps)  # [T, N]
@@ -612,7 +618,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -630,15 +636,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -647,7 +653,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -674,7 +680,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -707,10 +714,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -722,7 +730,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -731,7 +739,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -767,7 +775,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -799,7 +808,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -4,8 +4,8 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arX
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
-- a minibatch holds whole sequences, with the hidden states that acting had at their first steps;
-- the advantages of a minibatch are normalized across all devices, but small ones stay small.
+- a minibatch holds whole sequences, replayed from the hidden states before their first steps;
+- the advantages of a minibatch are normalized across all devices, by a divisor with a floor.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
 H hidden units, V x V tiles in view.
@@ -40,7 +40,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "ppo_rnn").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "ppo_rnn").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -73,7 +73,7 @@ from xminigrid.benchmarks import Benchmark
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,12 +89,12 @@ class Config:
     img_obs: bool = False  # observe pixels instead of symbols
     # Algorithm
     total_timesteps: float = 3e6  # environment steps per seed, approximately
-    num_steps: int = 64  # rollout length; at most 16 with more than 1024 environments
+    num_steps: int = 64  # rollout length; if num_envs > 1024, larger values count as 16
     update_epochs: int = 1  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
     hidden_size: int = 64  # units of the GRU
     embedding_size: int = 8  # features per tile; 0: one-hot tiles and colors
-    conv_size: int = 8  # channels of the first convolution; 4 times as many on a 3 x 3 view
+    conv_size: int = 8  # channels of the first convolution, a quarter of them on a 3 x 3 view
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     lr: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -106,17 +106,17 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # divide advantages by at least this, or noise drowns rewards
+    min_advantage_std: float = 0.05  # divide advantages by at least this: no noise is blown up
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -151,7 +151,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Admits arrays in plain containers; other pickles can run any code."""
 
     def find_class(self, module, name):
-        module = module.replace("numpy.core", "numpy._core")  # its name in NumPy 1
+        module = module.replace("numpy.core", "numpy._core")  # NumPy 1 has the former
         modules = ("numpy", "numpy._core.multiarray", "numpy._core.numeric", "jax._src.array")
         names = ("dtype", "ndarray", "_frombuffer", "_reconstruct", "_reconstruct_array")
         if module not in modules or name not in names:
@@ -169,7 +169,7 @@ def load_benchmark(benchmark_id: str) -> Benchmark:
             arrays = ArrayUnpickler(file).load()
         return Benchmark(**{k: jnp.asarray(arrays[k]) for k in Benchmark.__dataclass_fields__})
     except Exception as error:  # a file may hold anything
-        known = f"a file, or one of {', '.join(names)} (if offline, set XLAND_MINIGRID_DATA)"
+        known = f"a file or one of {', '.join(names)} (XLAND_MINIGRID_DATA: their folder)"
         raise ConfigError(f"benchmark_id = {benchmark_id!r}: {error!r}; use {known}") from None
 
 
@@ -179,9 +179,10 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
-    `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
+    Both handle a single environment; `obs` is an Observation. `next_obs` is what the action led to.
+    When an episode ends, `step` resets the environment: `obs` is then the first observation of the
+    next episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
+    evaluations never do. Raises ConfigError.
     """
     names = xminigrid.registered_environments()
     if config.env_id not in names:
@@ -192,19 +193,19 @@ def make_env(config: Config):
         params = default.replace(**json.loads(config.env_params))
         for name, value in vars(default).items():
             if type(getattr(params, name)) is not type(value):
-                raise TypeError(f"{name} must be a {type(value).__name__}")
+                raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
-    sample_task, ruleset_id = lambda key: params, config.ruleset_id
-    if hasattr(params, "ruleset"):  # XLand's, not MiniGrid's
+    sample_task = lambda key: params
+    if hasattr(params, "ruleset"):  # XLand environments have one, those of MiniGrid do not
         benchmark = load_benchmark(config.benchmark_id)
-        if ruleset_id >= benchmark.num_rulesets():
+        if config.ruleset_id >= benchmark.num_rulesets():
             raise ConfigError(f"ruleset_id must be < {benchmark.num_rulesets()}")
-        if ruleset_id >= 0:
-            params = params.replace(ruleset=benchmark.get_ruleset(ruleset_id))
+        if config.ruleset_id >= 0:
+            params = params.replace(ruleset=benchmark.get_ruleset(config.ruleset_id))
         else:
             sample_task = lambda key: params.replace(ruleset=benchmark.sample_ruleset(key))
-    elif config.benchmark_id or ruleset_id >= 0:
+    elif config.benchmark_id or config.ruleset_id >= 0:
         raise ConfigError(f"{config.env_id} takes no benchmark: use an XLand-MiniGrid env_id")
 
     def observe(timestep, action):
@@ -217,11 +218,11 @@ def make_env(config: Config):
         return observe(timestep, -1), timestep
 
     def step(key, timestep, action):
-        timestep = env.step(params, timestep, action)  # by the ruleset of timestep
-        next_obs, done = observe(timestep, action), timestep.last()
-        terminated = timestep.discount == 0
+        timestep = env.step(params, timestep, action)  # its ruleset is in timestep.state
+        next_obs, reward = observe(timestep, action), jnp.float32(timestep.reward)
+        done, terminated = timestep.last(), timestep.discount == 0
         obs, timestep = optax.tree.where(done, reset(key), (next_obs, timestep))
-        return obs, timestep, next_obs.prev_reward, terminated, done & ~terminated, next_obs
+        return obs, timestep, reward, terminated, done & ~terminated, next_obs
 
     return reset, step, env.num_actions(params)
 
@@ -232,7 +233,7 @@ def dense(features: int, scale: float, dtype: Any) -> nn.Dense:
 
 
 class GRU(nn.Module):
-    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1), nn.GRUCell but for its init."""
+    """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1): nn.GRUCell with another init."""
 
     dtype: Any
 
@@ -240,24 +241,24 @@ class GRU(nn.Module):
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> hidden after each step [T, ..., H]"""
         size = hidden.shape[-1]
-        inputs = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], of all steps at once
-        orthogonal, shape = nn.initializers.orthogonal(), (size, 3 * size)  # one for all gates
-        kernel = self.param("kernel", orthogonal, shape, jnp.float32)
+        x = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], all steps at once
+        # Orthogonal as a whole, not gate by gate.
+        kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
-        kernel, bias, hidden = (p.astype(inputs.dtype) for p in (kernel, bias, hidden))
+        kernel, bias, hidden = (p.astype(x.dtype) for p in (kernel, bias, hidden))
 
-        def step(hidden, x):
-            inputs, clear = x
-            hidden = jnp.where(clear[..., None], 0, hidden)
-            reset_x, update_x, new_x = jnp.split(inputs, 3, axis=-1)
-            reset_h, update_h, new_h = jnp.split(hidden @ kernel, 3, axis=-1)
-            update = nn.sigmoid(update_x + update_h)
-            new = jnp.tanh(new_x + nn.sigmoid(reset_x + reset_h) * (new_h + bias))
-            hidden = (1 - update) * new + update * hidden
+        def step(hidden, inputs):
+            x, reset = inputs
+            hidden = jnp.where(reset[..., None], 0, hidden)
+            r_x, z_x, n_x = jnp.split(x, 3, axis=-1)  # reset gate, update gate, new state
+            r_h, z_h, n_h = jnp.split(hidden @ kernel, 3, axis=-1)
+            z = nn.sigmoid(z_x + z_h)
+            n = jnp.tanh(n_x + nn.sigmoid(r_x + r_h) * (n_h + bias))
+            hidden = (1 - z) * n + z * hidden
             return hidden, hidden
 
         unroll = 1 if jax.default_backend() == "cpu" else 16  # up to 1.7x as fast on a GPU
-        return jax.lax.scan(step, hidden, (inputs, reset), unroll=unroll)[1]
+        return jax.lax.scan(step, hidden, (x, reset), unroll=unroll)[1]
 
 
 class ActorCritic(nn.Module):
@@ -277,18 +278,20 @@ class ActorCritic(nn.Module):
             tile = jax.nn.one_hot(obs.grid[..., 0], xminigrid.core.constants.NUM_TILES)
             color = jax.nn.one_hot(obs.grid[..., 1], xminigrid.core.constants.NUM_COLORS)
             x = jnp.concatenate([tile, color], axis=-1)  # [T, ..., V, V, tiles + colors]
-            if config.embedding_size:  # a product: the gradient of a lookup would be a scatter
+            if config.embedding_size:  # not a lookup, whose gradient is a slow scatter
                 x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
-        for k in (1, 2, 4) if x.shape[-2] > 3 else (4, 8):  # a 3 x 3 view has room for two
+        layers = (1, 2, 4) if x.shape[-2] > 3 else (4, 8)  # a 3 x 3 view has room for two
+        for k in layers:
             # A 2 x 2 convolution as a dense layer on patches: several times as fast on a CPU.
             v = x.shape[-2] - 1
             patches = [x[..., i : i + v, j : j + v, :] for i in range(2) for j in range(2)]
             x = nn.relu(dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1)))
         direction = jax.nn.one_hot(obs.direction, 4)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
-        x = [x.reshape(*x.shape[:-3], -1), direction, prev_action, obs.prev_reward[..., None]]
+        x = x.reshape(*x.shape[:-3], -1)
+        features = [x, direction, prev_action, obs.prev_reward[..., None]]
         reset |= not config.memory
-        hidden = GRU(dtype)(jnp.concatenate(x, axis=-1), hidden, reset)  # [T, ..., H]
+        hidden = GRU(dtype)(jnp.concatenate(features, axis=-1), hidden, reset)  # [T, ..., H]
         actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
         logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)
@@ -296,11 +299,12 @@ class ActorCritic(nn.Module):
         return distrax.Categorical(logits), value, hidden.astype(jnp.float32)
 
     def embed_pixels(self, grid, dtype):
-        """Render here, 32 x 32 pixels per tile: rollouts store symbols, 1500 times less."""
-        with jax.ensure_compile_time_eval():  # the import creates arrays
+        """Renders here, 32 x 32 pixels per tile: rollouts store symbols, which are far smaller."""
+        with jax.ensure_compile_time_eval():  # the import creates arrays, which must be concrete
             from xminigrid.experimental.img_obs import _render_obs
 
         x = jnp.vectorize(_render_obs, signature="(v,v,c)->(h,w,d)")(grid) / 255
+        # Two convolutions without overlap, as dense layers: 32 pixels per tile -> 4 -> 1.
         for features, stride in ((16, 8), (self.config.conv_size, 4)):
             axes, size = x.shape[:-3], x.shape[-2] // stride
             x = x.reshape(*axes, size, stride, size, stride, -1).swapaxes(-3, -4)
@@ -312,14 +316,14 @@ class ActorCritic(nn.Module):
 class Transition(NamedTuple):
     obs: Observation
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [H] before obs is read; None but for the first step of a rollout
+    hidden: Any  # [H] before obs is read; kept for the first step of a rollout only, [1, N, H]
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: Observation  # what the action led to, also at the end of an episode
+    next_obs: Any  # what the action led to, also at the end of an episode; not in rollouts
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
 
@@ -329,10 +333,10 @@ class RunnerState(NamedTuple):
 
     key: jax.Array
     obs: Observation
-    hidden: jax.Array  # [H] before obs is read; cleared if `done`
+    hidden: jax.Array  # [H] before obs is read; if `done`, the network clears it first
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array
+    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
     episode_length: jax.Array
 
 
@@ -343,7 +347,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -355,7 +359,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -397,19 +401,20 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_envs % config.num_minibatches:
-        raise ConfigError(f"num_minibatches = {config.num_minibatches} must divide {num_envs}")
+        raise ConfigError(f"num_minibatches must divide {num_envs}, num_envs per device")
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config)
     gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
@@ -429,7 +434,7 @@ def make_train(config: Config):
     )
 
     def apply_once(params, obs, hidden, reset):
-        """The network on sequences of one step."""
+        """The network on sequences of one step. A policy is a tree of its logits."""
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], network.apply(params, obs, hidden, reset))
 
@@ -481,18 +486,27 @@ def make_train(config: Config):
     def update(state: TrainState, _):
         """A rollout and the gradient steps taken on it."""
 
+        def critic(obs, hidden, reset):
+            return apply_once(state.params, obs, hidden, reset)[1]
+
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # next_obs is of the same episode: no reset. A pass over [T, N] is slower on a CPU.
-            next_obs, no_reset = transition.next_obs, jnp.zeros_like(transition.done)
-            _, next_value, _ = apply_once(state.params, next_obs, runners.hidden, no_reset)
-            return runners, (transition._replace(next_obs=None), next_value)
+            truncated = transition.done & ~transition.terminated
+            # The value of the final observation, with the memory of its episode. Time limits are
+            # rare: a pass at every step would take a sixth of the time.
+            final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
+            skip = lambda *_: transition.value
+            final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
+            return runners, (transition._replace(next_obs=None), final_value)
 
-        steps = config.rollout_length
-        runners, (rollout, next_value) = jax.lax.scan(act_all, state.runners, None, steps)  # [T, N]
+        length = config.rollout_length
+        runners, (rollout, final_value) = jax.lax.scan(act_all, state.runners, None, length)
+        last_value = critic(runners.obs, runners.hidden, runners.done)
+        next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
+        next_value = jnp.where(rollout.done, final_value, next_value)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # the optimizer's own count
+        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
         ent_coef = ent_schedule(gradient_step)  # constant within an update
 
         def update_minibatch(carry, rows):
@@ -508,16 +522,16 @@ def make_train(config: Config):
             updates, opt_state = optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), metrics
 
-        def update_epoch(carry, key):
-            # A random permutation; on a CPU, twice as fast as jax.random.permutation.
-            rows = jnp.argsort(jax.random.bits(key, (num_envs,), jnp.uint32))
-            rows = rows.reshape(config.num_minibatches, -1)  # [num_minibatches, B]
+        def update_epoch(carry, rows):
             return jax.lax.scan(update_minibatch, carry, rows)
 
-        keys = jax.random.split(state.key, 1 + config.update_epochs)
+        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        key, shuffle_key = jax.random.split(state.key)
+        bits = jax.random.bits(shuffle_key, (config.update_epochs, num_envs), jnp.uint32)
+        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -527,7 +541,7 @@ def make_train(config: Config):
             "optim/lr": lr_schedule(gradient_step),
         }
         state = state._replace(
-            key=keys[0],
+            key=key,
             params=params,
             opt_state=opt_state,
             runners=runners,
@@ -536,7 +550,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -560,7 +574,7 @@ def make_train(config: Config):
         key, params_key, runner_key = jax.random.split(key, 3)
         runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
-        # As a sequence of N steps, since only the sizes of the layers matter.
+        # The N observations pass as one sequence of N steps: only the sizes of the layers matter.
         params = network.init(params_key, runners.obs, runners.hidden[0], runners.done)
         return TrainState(
             key=key,
@@ -601,7 +615,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -619,15 +633,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -636,7 +650,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -663,7 +677,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -696,10 +711,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -711,7 +727,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -720,7 +736,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -756,7 +772,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -788,7 +805,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -7,9 +7,9 @@ of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is the rollout of
 Each epoch draws segments without replacement, favoring large advantages; weights in the loss
 reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
-  value of the final observation, with the memory of that moment;
-- raw actions are stored; only the environment receives them within its bounds;
-- the advantages of a minibatch are normalized across all devices; each draws its own segments.
+  value of the final observation, with the memory of its episode;
+- rollouts store raw actions; only the environment receives them within its bounds;
+- the advantages of a minibatch span all devices; each device draws its own segments.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B segments.
 
@@ -41,7 +41,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SCRIPT = Path(FILE or "ppo_vtrace").stem  # names the runs, and a renamed copy is another script
+SCRIPT = Path(FILE or "ppo_vtrace").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
 
@@ -73,7 +73,7 @@ from scipy import stats
 
 # ----------------------------------------- config
 class ConfigError(ValueError):
-    """Invalid options. The command line reports them without a traceback."""
+    """An error that the user can correct. The command line reports it without a traceback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Config:
     # Algorithm
     total_timesteps: float = 5e5  # environment steps per seed, approximately
     num_steps: int = 32  # rollout length
-    update_epochs: int = 8  # passes over each rollout
+    update_epochs: int = 8  # draws of segments from each rollout
     num_minibatches: int = 8  # minibatches per epoch
     hidden_size: int = 64  # units of each encoder and cell
     lr: float = 1e-3  # Adam learning rate
@@ -102,7 +102,7 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # for continuous actions
-    normalize_reward: bool = True  # divide rewards by the deviation of their discounted sums
+    normalize_reward: bool = True  # divide by the standard deviation of discounted sums
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     recompute_advantages: bool = True  # for every minibatch; if off, once per rollout
@@ -110,15 +110,15 @@ class Config:
     c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
     draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
     priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
-    priority_beta: float = 0.4  # first exponent of the draw's importance weights, annealed to 1
+    priority_beta: float = 0.4  # initial exponent of the importance weights, rises to 1
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # agents trained in one program
+    num_seeds: int = 1  # independent trainings in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
-    eval_greedy: bool = False  # evaluate the mode of the policy, not samples
+    eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder to start from: the best parameters of its first seed
+    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -148,8 +148,9 @@ def make_env(config: Config):
 
     Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
     `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end. Raises ConfigError.
-    Continuous actions are in [-1, 1]^A; A is their number.
+    `next_obs` the final one of the episode that ended. Episodes must end, or evaluations never do.
+    Continuous actions are vectors in [-1, 1]^A, with A = num_actions.
+    Raises ConfigError.
     """
     tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
     tasks += " inverted_pendulum inverted_double_pendulum"
@@ -160,13 +161,14 @@ def make_env(config: Config):
     if config.hide_velocity and config.env_id not in POSITIONS:
         raise ConfigError(f"hide_velocity works in {' and '.join(POSITIONS)} only")
     is_brax = config.env_id.startswith("brax/")
-    brax_default = None, gymnax.EnvParams(max_steps_in_episode=1000)
-    env, default = brax_default if is_brax else gymnax.make(config.env_id)
+    default = gymnax.EnvParams(max_steps_in_episode=1000)  # of Brax
+    if not is_brax:
+        env, default = gymnax.make(config.env_id)
     try:
         params = default.replace(**json.loads(config.env_params))
         for name, value in vars(default).items():
             if type(getattr(params, name)) is not type(value):
-                raise TypeError(f"{name} must be a {type(value).__name__}")
+                raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
     if is_brax:
@@ -176,7 +178,9 @@ def make_env(config: Config):
     visible = POSITIONS[config.env_id] if config.hide_velocity else slice(None)
 
     def encode(obs):
-        obs = obs.ravel()[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        obs = (
+            obs.ravel()[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
+        )  # discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -186,10 +190,11 @@ def make_env(config: Config):
     def step(key, env_state, action):
         if not is_discrete:
             low, high = action_space.low, action_space.high
-            action = low + (high - low) * (action.astype(float) + 1) / 2  # as precise as env_state
+            action = action.astype(float)  # float64 with x64, like env_state
+            action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])
+        next_obs = encode(info["final_observation"])  # of every step, before any reset
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n if is_discrete else action_space.shape[0], is_discrete
@@ -200,18 +205,19 @@ def make_brax_env(env_id: str, time_limit: int):
         import brax.envs
     except ImportError:
         raise ConfigError(f"{env_id} needs Brax: pip install brax") from None
-    env = brax.envs.create(env_id.removeprefix("brax/"), time_limit, auto_reset=False)
+    name = env_id.removeprefix("brax/")
+    env = brax.envs.create(name, episode_length=time_limit, auto_reset=False)
 
     def reset(key):
         env_state = env.reset(key)
         return jnp.float32(env_state.obs), env_state
 
     def step(key, env_state, action):
-        last = env.step(env_state, action)
-        done, truncated = last.done > 0, last.info["truncation"] > 0
-        env_state = optax.tree.where(done, env.reset(key), last)  # Brax's own repeats one state
-        obs, next_obs = jnp.float32(env_state.obs), jnp.float32(last.obs)
-        return obs, env_state, jnp.float32(last.reward), done & ~truncated, truncated, next_obs
+        final = env.step(env_state, action)
+        done, truncated = final.done > 0, final.info["truncation"] > 0
+        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats one state
+        obs, next_obs = jnp.float32(env_state.obs), jnp.float32(final.obs)
+        return obs, env_state, jnp.float32(final.reward), done & ~truncated, truncated, next_obs
 
     return reset, step, env.action_size, False
 
@@ -223,14 +229,14 @@ def dense(num_inputs: int, features: int, rngs: nnx.Rngs, scale: float = 2**0.5)
 
 
 class GaussianPolicy(distrax.Independent):
-    """Normal distributions of the raw action."""
+    """Independent normals over the raw action."""
 
     def to_env(self, raw):
         return jnp.clip(raw, -1, 1)
 
 
 class TanhGaussianPolicy(distrax.Independent):
-    """Normal distributions of the raw action; log_prob and entropy are those of tanh(raw)."""
+    """Independent normals over the raw action; log_prob and entropy are those of tanh(raw)."""
 
     def to_env(self, raw):
         return jnp.tanh(raw)
@@ -239,14 +245,15 @@ class TanhGaussianPolicy(distrax.Independent):
         return super().log_prob(raw) - distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
 
     def entropy(self):
-        nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))  # quadrature
-        raw = self.mean() + self.stddev() * nodes.reshape(-1, *[1] * self.mean().ndim)
-        slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
-        return super().entropy() + jnp.average(slope, 0, weights)
+        # Plus the mean of log tanh'(raw), by Gauss-Hermite quadrature with 16 nodes.
+        nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))
+        raw = self.mean() + self.stddev() * nodes.reshape(16, *[1] * self.mean().ndim)
+        log_slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
+        return super().entropy() + jnp.average(log_slope, axis=0, weights=weights)
 
 
 class Moments(NamedTuple):
-    """Mean and variance of all that was seen; sums would lose precision."""
+    """Running mean and variance; running sums would lose precision."""
 
     mean: jax.Array
     var: jax.Array
@@ -281,9 +288,9 @@ class Memory(nnx.Module):
         """obs [T, ..., F], carry [..., H], reset [T, ...] -> outputs, carries [T, ..., H]"""
 
         def step(carry, x):
-            features, reset = x
+            feature, reset = x
             carry = jax.tree.map(lambda c: jnp.where(reset[..., None], 0, c), carry)
-            carry, output = self.cell(carry, features)
+            carry, output = self.cell(carry, feature)
             return carry, (output, carry)
 
         features = nnx.tanh(self.encoder(obs))
@@ -291,18 +298,18 @@ class Memory(nnx.Module):
 
 
 class ActorCritic(nnx.Module):
-    """A policy and a value function, each with a memory of its own."""
+    """A policy and a value function. hidden is a pair: the memory of each."""
 
     def __init__(
-        self, obs_size: int, num_actions: int, policy: str, config: Config, rngs: nnx.Rngs
+        self, obs_size: int, num_actions: int, policy_kind: str, config: Config, rngs: nnx.Rngs
     ):
         self.actor = Memory(obs_size, config, rngs)
         self.critic = Memory(obs_size, config, rngs)
         self.actor_head = dense(config.hidden_size, num_actions, rngs, 0.01)
         self.critic_head = dense(config.hidden_size, 1, rngs, 1.0)
-        if policy != "categorical":
+        if policy_kind != "categorical":
             self.log_std = nnx.Param(jnp.zeros(num_actions, jnp.float32))
-        self.policy = policy
+        self.policy_kind = policy_kind
 
     def __call__(self, obs: jax.Array, hidden, reset: jax.Array):
         """obs [T, ..., F], hidden [..., H], reset [T, ...] -> policy, value, hidden [T, ...]"""
@@ -322,10 +329,10 @@ class ActorCritic(nnx.Module):
         return self.actor_head(actor), value, (actor_hidden, critic_hidden)
 
     def policy_of(self, output):
-        if self.policy == "categorical":
+        if self.policy_kind == "categorical":
             return distrax.Categorical(logits=output)
-        kind = GaussianPolicy if self.policy == "gaussian" else TanhGaussianPolicy
-        return kind(distrax.Normal(output, jnp.exp(self.log_std[...])), 1)
+        kinds = {"gaussian": GaussianPolicy, "tanh_gaussian": TanhGaussianPolicy}
+        return kinds[self.policy_kind](distrax.Normal(output, jnp.exp(self.log_std[...])), 1)
 
 
 # -------------------------------------- algorithm
@@ -352,7 +359,7 @@ class RunnerState(NamedTuple):
     env_state: Any
     hidden: Any  # of actor and critic, before reading obs
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array
+    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
     episode_length: jax.Array
     discounted_sum: jax.Array
 
@@ -365,17 +372,17 @@ class TrainState(NamedTuple):
     opt_state: Any
     return_stats: Moments
     runners: RunnerState  # [N]
-    update: jax.Array
+    update: jax.Array  # updates so far
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
 
 
 def scale_reward(rollout: Transition, return_stats: Moments):
-    """Divides rewards [T, N] by the deviation of their discounted sums (arXiv 2005.12729, sec. 3).
+    """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    The clipping is that of VecNormalize: a first reward of 1 after many zeros could become
-    hundreds. Returns rollout, return_stats.
+    Clips them like VecNormalize: after many zeros, a first reward of 1 could become hundreds.
+    Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
     reward = jnp.clip(rollout.reward / jnp.sqrt(return_stats.var + 1e-8), -10, 10)
@@ -387,11 +394,12 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 
     All arrays are [T, ...]. value and next_value are those of obs and next_obs under the current
     value function; ratio is that of the current policy to the one that acted. With ratio 1 and caps
-    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). The advantage contains a capped ratio and
-    ppo_loss applies the ratio again; V-trace applies it once. Returns advantage, target.
+    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). In V-trace's policy gradient, the
+    ratio counts once; here it is in the advantage, capped, and again in ppo_loss. Returns
+    advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + config.gamma * next_value - value
     delta *= jnp.minimum(ratio, config.rho_clip)
     decay = config.gamma * config.gae_lambda * (1 - rollout.done)
@@ -409,9 +417,9 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 def draw_segments(key, priority, count: int):
     """Draws `count` segments without replacement, in proportion to priority [N] > 0: Gumbel top-k.
 
-    Returns rows [count] and each one's probability of being drawn, given the best score left out:
-    P(score > left_out) = 1 - exp(-priority / exp(left_out)) (Kool et al. 2019, arXiv 1903.06059,
-    section 4).
+    Returns rows [count], the best score first, and for each P(score > left_out), the probability
+    of being drawn given the best score left out: 1 - exp(-priority * exp(-left_out)) (Kool et al.
+    2019, arXiv 1903.06059, section 4).
     """
     score = jnp.log(priority) + jax.random.gumbel(key, priority.shape, priority.dtype)
     order = jnp.argsort(-score)
@@ -454,27 +462,28 @@ def ppo_loss(
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, S, ...],
-    metrics [D, S, updates]. `train` performs `updates_per_eval` updates on each seed, evaluates it
-    on full episodes and keeps its best parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
+    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
+    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
+    parameters.
 
-    init_seed(key) and train_seed(state) do this for one seed on one device, e.g. in a sweep. Call
-    them inside a pmap or vmap with the axis name "devices".
+    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
+    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     num_drawn = round(num_envs * config.draw_fraction)  # segments per epoch
     if config.num_envs % num_devices:
-        raise ConfigError(f"{num_devices} devices must divide num_envs = {config.num_envs}")
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_drawn not in range(config.num_minibatches, num_envs + 1, config.num_minibatches):
         raise ConfigError(
-            f"draw_fraction = {config.draw_fraction} draws {num_drawn} of {num_envs} segments, "
-            f"which num_minibatches = {config.num_minibatches} must divide"
+            f"draw_fraction = {config.draw_fraction} draws {num_drawn} segments: "
+            f"not a multiple of num_minibatches up to {num_envs}, num_envs per device"
         )
     env_reset, env_step, num_actions, is_discrete = make_env(config)
-    policy = "categorical" if is_discrete else config.policy
+    policy_kind = "categorical" if is_discrete else config.policy
     obs, _ = jax.eval_shape(env_reset, jax.random.PRNGKey(0))
-    build = lambda key: ActorCritic(obs.size, num_actions, policy, config, nnx.Rngs(key))
+    build = lambda key: ActorCritic(obs.size, num_actions, policy_kind, config, nnx.Rngs(key))
     # An NNX module holds its parameters. Here they are a plain dictionary, for optax and the
     # checkpoint, and nnx.merge(graphdef, params) is the module.
     graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.PRNGKey(0)))
@@ -555,21 +564,22 @@ def make_train(config: Config):
         scaled, return_stats = scale_reward(rollout, state.return_stats)
         rollout = scaled if config.normalize_reward else rollout
 
-        def vtrace(params, rollout: Transition, hidden):
+        def vtrace(params, batch: Transition, hidden):
             """Advantage and target under the current policy and value function."""
             network = nnx.merge(graphdef, params)
-            policy, value, hidden = network(rollout.obs, hidden, rollout.reset)
-            # hidden has read obs, and next_obs is of the same episode.
-            _, next_value, _ = network.step(rollout.next_obs, hidden, jnp.zeros_like(rollout.done))
-            ratio = jnp.exp(policy.log_prob(rollout.action) - rollout.log_prob)
-            return compute_vtrace(rollout, value, next_value, ratio, config)
+            policy, value, hiddens = network(batch.obs, hidden, batch.reset)
+            # Each of the hiddens has read obs, and next_obs is of the same episode: no reset.
+            _, next_value, _ = network.step(batch.next_obs, hiddens, jnp.zeros_like(batch.done))
+            ratio = jnp.exp(policy.log_prob(batch.action) - batch.log_prob)
+            return compute_vtrace(batch, value, next_value, ratio, config)
 
-        advantage, target = vtrace(state.params, rollout, state.runners.hidden)  # ratio 1: GAE
+        # The parameters that acted: the ratio is 1, and this is GAE.
+        advantage, target = vtrace(state.params, rollout, state.runners.hidden)
         segments = (rollout, advantage, target)
         priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N]
-        gradient_step = state.opt_state[-1].count  # the optimizer's own count
+        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
         ent_coef = ent_schedule(gradient_step)  # constant within an update
-        beta = 1 - schedule(1 - config.priority_beta, anneal=True)(gradient_step)  # rises to 1
+        beta = optax.linear_schedule(config.priority_beta, 1, gradient_steps)(gradient_step)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -593,13 +603,14 @@ def make_train(config: Config):
             rows, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
             drawn = (rows, weight / weight.mean())
-            minibatches = jax.tree.map(lambda x: x.reshape(config.num_minibatches, -1), drawn)
-            return jax.lax.scan(update_minibatch, carry, minibatches)  # [num_minibatches, B]
+            # Sorted by score, so dealt out in turn: no minibatch has all large advantages.
+            deal = lambda x: x.reshape(-1, config.num_minibatches).T  # [num_minibatches, B]
+            return jax.lax.scan(update_minibatch, carry, jax.tree.map(deal, drawn))
 
         keys = jax.random.split(state.key, 1 + config.update_epochs)
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
-        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # of the last epoch
+        metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -619,7 +630,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode."""
+        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -685,7 +696,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all env_states."""
+    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -703,15 +714,15 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]
-            copy = lambda x: np.broadcast_to(x[:1, :1], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check sizes, seeds, devices and precision")
+        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -720,7 +731,7 @@ def open_table(path: Path, mode: str):
     table = path.open(mode)
     try:
         fcntl.lockf(table, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         raise ConfigError(f"{path.parent} is in use by another process") from None
     return table
 
@@ -747,7 +758,8 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    run_id = re.sub(r"[^\w-]", "-", run_dir.name)[-64:]  # other characters are not allowed
+    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
     except wandb.errors.Error as error:
@@ -780,10 +792,11 @@ def main(config: Config) -> dict:
         COMMAND.extend(["--run-dir", str(run_dir)])
     if not 0 <= config.seed < 2**32:
         raise ConfigError(f"seed = {config.seed} is not in [0, 2**32)")
-    if config.updates_per_eval > 1e6:  # their metrics stay in memory
+    if config.updates_per_eval > 1e6:  # metrics stay in memory until the evaluation
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
-    # All build the state; process 0 replaces it by the checkpoint and hands each its part.
+    # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
+    # the state to the others; each keeps the part of its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -795,7 +808,7 @@ def main(config: Config) -> dict:
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
     updates_done = int(host_state.update[0, 0])
-    # Not whole if the length or num_evals has changed.
+    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
@@ -804,7 +817,7 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = config.num_updates * config.batch_size
-        print(f"{run_dir}: {steps:,} steps, compiling ...", end=" ", flush=True)
+        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)
@@ -840,7 +853,8 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                save(run_dir / "checkpoint.msgpack", host_state)  # after the rows: none is missing
+                # After its rows, so that none can be missing.
+                save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 
@@ -872,7 +886,7 @@ def main(config: Config) -> dict:
 def cli():
     """Options that are not given come from the run in `run_dir`, if there is one."""
     try:
-        config = tyro.cli(Config)
+        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -33,8 +33,8 @@ GRU |= {"hidden_size": 1024, "head_size": 256}
 DOORKEY = {"env_id": "MiniGrid-DoorKey-5x5"}
 
 CONCATENATED = "jnp.concatenate([tile, color], axis=-1)"
-SCAN_GRU = "return jax.lax.scan(step, hidden, (inputs, reset), unroll=unroll)[1]"
-INPUT_GATES = "inputs = nn.Dense(3 * size, dtype=self.dtype)(x)"
+SCAN_GRU = "return jax.lax.scan(step, hidden, (x, reset), unroll=unroll)[1]"
+INPUT_GATES = "x = nn.Dense(3 * size, dtype=self.dtype)(x)"
 ROLLOUT = "jax.lax.scan(act_all, state.runners, None, config.num_steps"
 MINIBATCHES = "jax.lax.scan(update_minibatch, carry, minibatches"
 GATHER = [
@@ -69,28 +69,16 @@ PASS_AT_LIMITS = [
         next_value = jnp.where(rollout.done, end_value, next_value)""",
     ),
 ]
-NEXT_VALUE_RNN = "_, next_value, _ = apply_once(state.params, next_obs, runners.hidden, no_reset)"
-GAE = "advantage, target = compute_gae(rollout, next_value, config"
-PASS_AT_LIMITS_RNN = [
+PASS_AT_EVERY_STEP_RNN = [
     (
-        NEXT_VALUE_RNN,
-        """critic = lambda x: apply_once(state.params, x[0], runners.hidden, no_reset)[1]
-            once = lambda _, value: critic(jax.lax.optimization_barrier((next_obs, value)))
-            at_limit = (transition.done & ~transition.terminated).any()
-            next_value = jax.lax.fori_loop(0, jnp.int32(at_limit), once, transition.value)""",
-    ),
-    (
-        GAE,
-        f"""last_value = apply_once(state.params, runners.obs, runners.hidden, runners.done)[1]
-        values = jnp.concatenate([rollout.value[1:], last_value[None]])
-        next_value = jnp.where(rollout.done, next_value, values)
-        {GAE}""",
+        "jax.lax.cond(truncated.any(), critic, skip, *final)",
+        "critic(*final)",
     ),
 ]
 PERMUTATION = [
     (
-        "jnp.argsort(jax.random.bits(key, (num_samples,), jnp.uint32))",
-        "jax.random.permutation(key, num_samples)",
+        "rows = jnp.argsort(bits)",
+        "rows = jax.vmap(lambda key: jax.random.permutation(key, num_samples))(bits[:, :2])",
     )
 ]
 CHECKPOINT = [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))]
@@ -135,7 +123,7 @@ IDEAS = {  # name: script, configuration, replacements
             )
         ],
     ),
-    "a pass of the critic only at time limits (Empty)": ("ppo_rnn", EMPTY, PASS_AT_LIMITS_RNN),
+    "a pass of the critic at every step (Empty)": ("ppo_rnn", EMPTY, PASS_AT_EVERY_STEP_RNN),
     "inputs of the embedding and the GRU padded to multiples of 8 (GRU 1024)": (
         "ppo_rnn",
         GRU,
@@ -151,7 +139,7 @@ IDEAS = {  # name: script, configuration, replacements
     "no bias on the recurrent part of the GRU (GRU 1024)": (
         "ppo_rnn",
         GRU,
-        [("(new_h + bias)", "new_h")],
+        [("(n_h + bias)", "n_h")],
     ),
     "gates recomputed in the backward pass (GRU 1024)": ("ppo_rnn", GRU, CHECKPOINT),
     "gates recomputed in the backward pass (the default)": ("ppo_rnn", {}, CHECKPOINT),
@@ -159,14 +147,14 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_rnn",
         EMPTY,
         [
-            (INPUT_GATES, "inputs = x"),
+            (INPUT_GATES, "x = jnp.asarray(x, self.dtype)"),
             (
                 "kernel = self.param(",
                 'weights = self.param("w", nn.initializers.lecun_normal(),'
                 " (x.shape[-1], 3 * size))\n"
                 "        kernel = self.param(",
             ),
-            ("jnp.split(inputs, 3, axis=-1)", "jnp.split(inputs @ weights, 3, axis=-1)"),
+            ("jnp.split(x, 3, axis=-1)", "jnp.split(x @ weights, 3, axis=-1)"),
         ],
     ),
     "GRU: four steps unrolled": (

@@ -153,7 +153,7 @@ class RuleCase:
             reset=~last(golden["A/in/loss_mask"]),
         )
         self.meta = disco.MetaState(
-            advantage=moments(golden.group("A/in/adv_ema")),
+            moments=moments(golden.group("A/in/adv_ema")),
             hidden=golden["A/in/rnn_hidden"],
             cell=golden["A/in/rnn_cell"],
         )
@@ -180,7 +180,7 @@ def rule_case(source):
         online, _, batch = inputs
         modulation = meta_net.modulation(meta.hidden)
         targets, values, meta = case.rule(meta_net, inputs, meta)
-        features = functools.partial(disco.make_features, values=values, moments=meta.advantage)
+        features = functools.partial(disco.make_features, values=values, moments=meta.moments)
         step_features, actions = features(meta_net.embeddings, *inputs)
         meta_features, meta_actions = features(meta_net.lifetime_embeddings, *inputs)
         hidden = disco.backward_lstm(meta_net.backward_lstm, step_features, batch.done[:-1])
@@ -217,7 +217,7 @@ def rule(request):
 
 
 def normalized(x, meta):
-    mean, std = meta.advantage.mean_and_std()
+    mean, std = meta.moments.mean_and_std()
     return (x - mean) / std
 
 
@@ -262,7 +262,7 @@ def test_values_and_advantages(rule):
     check_ema(case.golden, "A/out/td_ema", td)
     _, std = td.mean_and_std()
     close(values.td / std, case.golden["A/out/normalized_q_td"], LOOSE)
-    check_ema(case.golden, "A/out/adv_ema", meta.advantage)
+    check_ema(case.golden, "A/out/adv_ema", meta.moments)
 
 
 def check_ema(golden, name, found):
@@ -430,7 +430,7 @@ def check_final(golden, section, state):
                 jax.tree.map(functools.partial(close, tolerance=exact), tree, agent_params(group))
         close(final.meta.hidden, golden[f"{section}/rnn_hidden"], EXACT)
         close(final.meta.cell, golden[f"{section}/rnn_cell"], EXACT)
-        check_ema(golden, f"{section}/adv_ema", final.meta.advantage)
+        check_ema(golden, f"{section}/adv_ema", final.meta.moments)
 
 
 def test_agent_network(one_device):

@@ -387,7 +387,8 @@ def test_the_video_of_a_tracked_run_is_its_artifact(runs, tmp_path, monkeypatch)
     enjoy.main([str(run_dir), "--episodes", "1"])
     assert calls == []
     enjoy.main([str(run_dir), "--episodes", "1", "--video", str(video)])
-    assert calls == [("tracked--1", "allow"), (str(video), "out", "video"), "finish"]
+    run_id = f"{run_dir.parent.name}-tracked--1"[-64:]
+    assert calls == [(run_id, "allow"), (str(video), "out", "video"), "finish"]
 
 
 def test_parameters_of_the_environment_are_those_of_the_run(runs, tmp_path):

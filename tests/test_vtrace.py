@@ -249,7 +249,8 @@ def test_hidden_velocities_are_not_observed():
     "sizes", [{"draw_fraction": 0.1}, {"draw_fraction": 2.0}, {"num_minibatches": 3}]
 )
 def test_segments_that_cannot_be_drawn(sizes):
-    with pytest.raises(module.ConfigError, match="of 4 segments"):
+    message = "segments: not a multiple of num_minibatches up to 4"
+    with pytest.raises(module.ConfigError, match=message):
         module.make_train(tiny(module, **sizes))
 
 
@@ -258,6 +259,25 @@ def train(config, seed=0):
     state, train = probes.start(module, config, seed)
     state, metrics = train(state)
     return state, {name: np.array(x)[0, 0] for name, x in metrics.items()}
+
+
+def test_minibatches_are_dealt_out(monkeypatch):
+    """Rows are sorted by score. Each minibatch takes one of every num_minibatches of them."""
+    seen, loss = [], module.ppo_loss
+
+    def draw(key, priority, count):
+        return jnp.arange(count), jnp.arange(1.0, count + 1)  # the weight falls with the rank
+
+    def recorded_loss(*arguments):
+        jax.debug.callback(lambda weight: seen.append(np.array(weight)), arguments[6], ordered=True)
+        return loss(*arguments)
+
+    monkeypatch.setattr(module, "draw_segments", draw)
+    monkeypatch.setattr(module, "ppo_loss", recorded_loss)
+    train(tiny(module, draw_fraction=1.0, num_minibatches=2, update_epochs=1))
+    jax.effects_barrier()
+    first, second = seen[:2]
+    assert first[0] > second[0] > first[1] > second[1]
 
 
 def test_replayed_segments_have_ratio_one():
