@@ -112,12 +112,12 @@ class Config:
     vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # independent trainings in one program
+    num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
+    init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -170,7 +170,7 @@ def make_env(config: Config):
     def encode(obs):
         if is_image:
             return obs.ravel().astype(bool)  # gymnax images are binary
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # discrete
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # else discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -180,7 +180,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])  # of every step, before any reset
+        next_obs = encode(info["final_observation"])  # set at every step
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n
@@ -759,13 +759,13 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
-    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
-    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
-    parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. A seed spans all
+    devices: its parameters and metrics are the same on each, its environments are not. state is
+    [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
+    seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
-    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
+    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
+    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
     """
     # The most devices, equally many of each process, whose number divides these.
     sizes = (config.num_envs, config.replay_size, config.replay_batch)
@@ -886,12 +886,12 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -948,7 +948,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -1043,7 +1043,7 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                # After its rows, so that none can be missing.
+                # After the rows are written: a checkpoint never lacks rows.
                 save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
@@ -1084,7 +1084,7 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
+            if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

@@ -2,7 +2,7 @@
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
 population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
-gradient of their later returns, back through their updates. One meta step:
+gradient of the agents' later returns, back through the agents' updates. One meta step:
 
     rollouts   each agent plays K rollouts and one for validation, before any update
     updates    K times: one step of the agent (disco.learn) and one of its critic
@@ -12,8 +12,8 @@ gradient of their later returns, back through their updates. One meta step:
 
 Deviations from the notebook: the critic credits a reward to the action that earned it (the
 notebook's is one step off); an agent is replaced by a new one after `lifetime` meta steps.
-Axes: L steps of any rollout, T = L - 1 with a successor, K inner updates, P agents, D devices; N
-environments are per agent and device.
+Axes: L = T + 1 steps of a rollout, of which T have a successor; K inner updates, P agents,
+D devices; N environments per agent and device.
 
     python disco_meta.py --seed 1
 """
@@ -25,6 +25,7 @@ environments are per agent and device.
 import dataclasses
 import io
 import json
+import math
 import os
 import shlex
 import signal
@@ -134,6 +135,7 @@ class Config:
 # ---------------------------------------- weights
 def weights_file(meta_net: disco.MetaNetwork) -> bytes:
     """The npz file of a meta-network, in the released format, for `disco.py --weights`."""
+    # The default MetaNetwork() holds the name and the shape of each layer in the released file.
     layers = jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear))
     arrays = {}
     for place, layer in zip(jax.tree.leaves(disco.MetaNetwork()), layers, strict=True):
@@ -146,7 +148,7 @@ def weights_file(meta_net: disco.MetaNetwork) -> bytes:
 
 # ----------------------------------------- critic
 class Critic(nn.Module):
-    """Values for the meta-gradient, learned without the rule."""
+    """State values for the meta-gradient, trained by V-trace and not by the rule."""
 
     @nn.compact
     def __call__(self, obs: jax.Array) -> jax.Array:
@@ -158,11 +160,12 @@ class Critic(nn.Module):
 
 def critic_advantage(critic, logits, batch: disco.Transition, config: Config):
     """Squashed value [L, N] and V-trace advantage [T, N] under the policy of `logits`."""
-    output = Critic().apply(critic, batch.obs)
-    ratio = disco.clipped_ratio(logits, batch)
-    steps = (batch.reward[:-1], batch.done[:-1], disco.unsquash(output), ratio)
+    squashed = Critic().apply(critic, batch.obs)
+    value = disco.unsquash(squashed)
+    ratio = disco.clipped_ratio(logits, batch)  # [T, N]
+    steps = (batch.reward[:-1], batch.done[:-1], value, ratio)
     advantage, _ = disco.vtrace(*steps, config.critic_gamma, config.critic_lambda)
-    return jax.lax.stop_gradient((output, advantage))
+    return jax.lax.stop_gradient((squashed, advantage))
 
 
 # ----------------------------------- inner update
@@ -180,14 +183,15 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """disco.py's, without meta-gradients through Adam's denominator, as in the notebook."""
+    """As in disco.py, but no meta-gradient passes Adam's denominator, as in the notebook."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
         _, state = adam.update(grads, state)
+        # Adam's step again, from its new moments; 0.9, 0.999 and 1e-8 are its defaults.
         mean = optax.tree.bias_correction(state.mu, 0.9, state.count)
         square = optax.tree.bias_correction(state.nu, 0.999, state.count)
-        divide = lambda mean, square: mean / (jnp.sqrt(jax.lax.stop_gradient(square)) + 1e-8)
+        divide = lambda m, v: m / (jnp.sqrt(jax.lax.stop_gradient(v)) + 1e-8)
         return jax.tree.map(divide, mean, square), state
 
     scaling = optax.GradientTransformation(adam.init, scale)
@@ -195,18 +199,18 @@ def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation
 
 
 def regularizer(targets: disco.AgentOutput, target_logits):
-    """Keeps each target's mean logit near zero and the policy target near the target network."""
+    """Keeps mean logits of targets near 0 and the policy target near that of the target network."""
     means = sum(x.mean() ** 2 for x in (targets.logits, targets.y, targets.z))
     target_logits = jax.lax.stop_gradient(target_logits)
     return 1e-3 * means + 1e-2 * disco.kl_divergence(target_logits, targets.logits).mean()
 
 
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
-    """One step of the critic toward its squashed value plus the V-trace error / its std."""
-    output, advantage = critic_advantage(agent.critic, logits, batch, config)
+    """One step of the critic, toward its squashed value + V-trace advantage / moving std."""
+    squashed, advantage = critic_advantage(agent.critic, logits, batch, config)
     moments = agent.moments.add(advantage, config.ema_decay)
     _, std = moments.mean_and_std()
-    goal = output[:-1] + advantage / std
+    goal = squashed[:-1] + advantage / std
 
     loss = lambda params: 0.5 * ((Critic().apply(params, batch.obs[:-1]) - goal) ** 2).mean()
     grads = pmean(jax.grad(loss)(agent.critic))
@@ -243,13 +247,13 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = network.apply(agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # As in the notebook, the mean is not weighted, and the moments updated here are not stored.
+    # As in the notebook, the first steps after resets count, and these moments are not stored.
     mean, std = agent.moments.add(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
     entropy = mean_entropy(output.logits[:-1])
     loss = policy_loss - 1e-2 * entropy + penalty.mean()
-    # y on all steps, as in the notebook.
+    # As in the notebook, y counts on the last step, too.
     loss -= 1e-3 * (mean_entropy(output.y) + mean_entropy(output.z[:-1]))
     metrics = jax.tree.map(jnp.mean, metrics)
     metrics |= {"meta/loss": loss, "meta/policy": policy_loss, "meta/entropy": entropy}
@@ -305,23 +309,23 @@ def make_train(config: Config):
             meta=meta,
             critic=critic,
             critic_opt_state=make_optimizer(config.critic_lr, config.max_update).init(critic),
-            moments=meta.moments,  # zeros, too
+            moments=meta.moments,  # also zeros
         )
         return agent, runners
 
     def update(state: TrainState, _):
         """One meta step."""
 
-        def replace(agent, runners, age):
+        def replace_if_old(agent, runners, age):
             key, init_key = jax.random.split(agent.key)
-            lives_on = (agent._replace(key=key), runners)
-            return optax.tree.where(age == 0, init_agent(init_key), lives_on)
+            kept = (agent._replace(key=key), runners)
+            return optax.tree.where(age == 0, init_agent(init_key), kept)
 
         agents, runners = state.agents, state.runners
-        if config.lifetime:  # staggered, so that ages differ
+        if config.lifetime:  # staggered: all but agent 0 start within a lifetime
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
             ages = (ages + state.update) % config.lifetime
-            agents, runners = jax.vmap(replace)(agents, runners, ages)
+            agents, runners = jax.vmap(replace_if_old)(agents, runners, ages)
 
         def play(params, runners, num_steps):
             act_once = lambda runners, _: act_all(params, runners)
@@ -330,20 +334,23 @@ def make_train(config: Config):
         def play_all(params, runners):
             play_once = lambda runners, _: play(params, runners, config.num_steps)
             runners, batches = jax.lax.scan(play_once, runners, None, config.inner_updates)
-            return *play(params, runners, config.valid_steps), batches
+            runners, valid = play(params, runners, config.valid_steps)
+            return runners, valid, batches
 
         # runners [P, N], valid [P, valid_steps, N], batches [P, K, L, N]
         runners, valid, batches = jax.vmap(play_all)(agents.params, runners)
 
         def population_loss(meta_net):
-            loss = lambda *inputs: meta_loss(meta_net, *inputs, network, config)
-            losses, (agents_, metrics) = jax.vmap(loss)(agents, batches, valid)
-            return losses.mean(), (agents_, metrics)
+            loss = lambda agent, batches, valid: meta_loss(
+                meta_net, agent, batches, valid, network, config
+            )
+            losses, agents_and_metrics = jax.vmap(loss)(agents, batches, valid)
+            return losses.mean(), agents_and_metrics
 
         grads, (agents, metrics) = jax.grad(population_loss, has_aux=True)(state.meta_net)
         grads, metrics = pmean((grads, metrics))
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
-        episodes = psum(valid.done.sum((1, 2)))  # [P]
+        episodes = psum(valid.done.sum((1, 2)))  # [P] of validation; if zero, means are NaN
         metrics |= {
             "episode/return": psum((valid.episode_return * valid.done).sum((1, 2))) / episodes,
             "episode/length": psum((valid.episode_length * valid.done).sum((1, 2))) / episodes,
@@ -362,13 +369,13 @@ def make_train(config: Config):
     def play_episode(params, key):
         """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
         unfinished = lambda runner: ~runner.done
-        play = lambda runner: disco.act(network, env_step, params, runner)[0]
-        return jax.lax.while_loop(unfinished, play, start_episode(key))
+        step = lambda runner: disco.act(network, env_step, params, runner)[0]
+        return jax.lax.while_loop(unfinished, step, start_episode(key))
 
     def evaluate(agent: AgentState):
         """One agent. Returns AgentState, metrics."""
         key, eval_key = jax.random.split(agent.key)
-        keys = jax.random.split(eval_key, -(-config.eval_episodes // num_devices))
+        keys = jax.random.split(eval_key, math.ceil(config.eval_episodes / num_devices))
         runners = jax.vmap(play_episode, (None, 0))(agent.params, keys)
         eval_return = pmean(runners.episode_return.mean())
         eval_length = pmean(runners.episode_length.mean())
@@ -414,7 +421,7 @@ def main(config: Config) -> dict:
     table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
     state = host_state = restore(jax.device_get(init(keys)), config, run_dir)
     updates_done = int(host_state.update[0])
-    # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
+    # Rounded, since num_meta_steps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
         print(f"{run_dir} is already finished; raise --num-meta-steps to continue it")
@@ -447,12 +454,15 @@ def main(config: Config) -> dict:
             steps_per_second = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
             if not np.isfinite(metrics["meta/grad_norm"]).all():
-                raise ConfigError(f"meta-gradient is NaN; continue {run_dir} with a lower meta_lr")
+                raise ConfigError(
+                    f"meta-gradient is not finite; continue {run_dir} with a lower meta_lr"
+                )
             host_state = jax.device_get(state)
             first = 1 + updates_done + call * config.updates_per_eval
             append_rows(table, config, first, metrics)
             write(run_dir / "weights.npz", weights_file(first_device(host_state.meta_net)))
-            save(run_dir / "checkpoint.msgpack", host_state)  # last: nothing else is missing
+            # Last: a checkpoint never lacks the other files.
+            save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
 

@@ -3,13 +3,13 @@
 PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
 Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
 2011.09533). All agents share one network, which also reads the agent's index, or each has its own.
-`eval/return` is the sum over the K agents: a shared return counts K times.
+`eval/return` is the sum over the agents: a reward that they share counts once for each.
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
 - actor and critic have learning rates, epochs and gradient clipping of their own;
 - `--target-kl` stops the actor alone;
-- an agent that is done early gets no gradient until the episode ends (except in SMAX);
+- an agent that is done early adds nothing to the gradient from then on (except in SMAX);
 - the advantages of a minibatch are normalized across all devices.
 
 Axes: T steps, K agents, F features, A actions, S seeds, D devices; on each device, N environments
@@ -84,7 +84,7 @@ class Config:
     """Independent PPO for many agents."""
 
     # Environment
-    env_id: str = "rings"  # built in; or a JaxMARL environment, or environment/map
+    env_id: str = "rings"  # built in; or one of JaxMARL, e.g. overcooked/cramped_room
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 50}'
     num_envs: int = 16  # parallel environments per seed, over all devices
     # Algorithm
@@ -108,12 +108,12 @@ class Config:
     target_kl: float = 0.0  # end the actor's epochs once the KL divergence exceeds this; 0: off
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # independent trainings in one program
+    num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
+    init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -183,7 +183,7 @@ TIME_LIMIT |= {
     "switch": lambda env, state, reward: reward == 0,  # else an agent has told, right or wrong
     "rings": lambda env, state, reward: state["distance"] > 0,
     "jaxnav": jaxnav_time_limit,
-    # A battle that would be over at step 0, too, has not run out of time.
+    # At step 0, is_terminal only tests who is alive.
     "SMAX": lambda env, state, reward: ~env.is_terminal(state.replace(step=0)),
     "HeuristicEnemySMAX": lambda env, state, _: ~env._env.is_terminal(state.state.replace(step=0)),
 }
@@ -191,8 +191,8 @@ TIME_LIMIT |= {
 
 class Observation(NamedTuple):
     features: jax.Array  # [F], with a one-hot agent index if parameters are shared
-    mask: jax.Array  # [A] legal actions, or the agent's components of a continuous action
-    active: jax.Array  # [] False once the agent is done; in next_obs, once it has terminated
+    mask: jax.Array  # [A] legal actions; if continuous, the components that are not padding
+    active: jax.Array  # [] False once the agent is done; in next_obs, if truncated still True
 
 
 def load_env(config: Config):
@@ -201,11 +201,11 @@ def load_env(config: Config):
         params = json.loads(config.env_params)
         if config.env_id == "rings":
             return Rings(**params)
-        with contextlib.redirect_stdout(None):  # importing it prints
+        with contextlib.redirect_stdout(None):  # JaxMARL prints on import
             import jaxmarl
             from jaxmarl.environments.overcooked import overcooked_layouts as layouts
             from jaxmarl.environments.smax.smax_env import MAP_NAME_TO_SCENARIO as maps
-        known = {name: {} for name in ("rings", *jaxmarl.registered_envs)}
+        known = {name: {} for name in ("rings", *jaxmarl.registered_envs)}  # env_id -> options
         # Brax's own reset would overwrite the final observation.
         known |= {name: {"auto_reset": False} for name in known if name.startswith(BRAX)}
         known |= {f"overcooked/{name}": {"layout": x} for name, x in layouts.items()}
@@ -246,10 +246,11 @@ def make_env(config: Config):
     names = tuple(env.agents)
     family = config.env_id.replace("/", "_").split("_")[0]
     if family not in TIME_LIMIT:
-        raise ConfigError(f"add {family} to TIME_LIMIT")
+        raise ConfigError(f"TIME_LIMIT in {SCRIPT}.py has no {family}")
     spaces = {name: env.action_space(name) for name in names}
     continuous = not hasattr(spaces[names[0]], "n")
     all_legal = {name: jnp.ones(space.shape or space.n) for name, space in spaces.items()}
+    # Only SMAX and Hanabi have masks of legal actions.
     method = "get_avail_actions" if "SMAX" in family and not continuous else "get_legal_moves"
     legal_actions = getattr(env, method, lambda env_state: all_legal)
 
@@ -276,9 +277,12 @@ def make_env(config: Config):
     def step(key, env_state, action):
         step_key, reset_key = jax.random.split(key)
         env_state, active = env_state
-        if continuous:  # [-1, 1] -> the bounds of each agent, without its padding
-            to_bounds = lambda space, x: space.low + (space.high - space.low) * x[: space.shape[0]]
-            action = list(map(to_bounds, spaces.values(), (jnp.clip(action, -1, 1) + 1) / 2))
+        if continuous:
+            fraction = (jnp.clip(action, -1, 1) + 1) / 2
+            action = [
+                space.low + (space.high - space.low) * x[: space.shape[0]]  # without the padding
+                for space, x in zip(spaces.values(), fraction, strict=True)
+            ]
         actions = action if names[0] == 0 else dict(zip(names, action, strict=True))
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
         reward = stack(reward).squeeze(-1)
@@ -309,15 +313,16 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Observation):
-        """features [..., F] -> policy, value [...]"""
-        num_outputs = obs.mask.shape[-1] * (1 + self.continuous)
+        """An Observation [..., F] -> policy, value [...]"""
+        num_outputs = obs.mask.shape[-1] * (2 if self.continuous else 1)  # mean, log_std
         outputs = MLP(num_outputs, 0.01, self.hidden_size, name="actor")(obs.features)
         value = MLP(1, 1.0, self.hidden_size, name="critic")(obs.features).squeeze(-1)
         # Masked outputs are constants and get no gradient.
         value = jnp.where(obs.active, value, 0)
         mask = obs.mask & obs.active[..., None]
         if not self.continuous:
-            masked = -1e9 * (1 + jnp.arange(num_outputs))  # if all are: first action, entropy 0
+            # Unequal: if all are masked, the first action is certain and the entropy 0.
+            masked = -1e9 * (1 + jnp.arange(num_outputs))
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value
         mean, log_std = jnp.split(outputs, 2, axis=-1)
         std = jnp.where(mask, jnp.exp(log_std), (2 * np.pi * np.e) ** -0.5)  # of entropy 0
@@ -358,7 +363,7 @@ class RunnerState(NamedTuple):
     obs: Observation  # [K, ...]
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
+    episode_return: jax.Array  # so far; the step after `done` starts again
     episode_length: jax.Array
 
 
@@ -381,7 +386,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -423,13 +428,13 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
-    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
-    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
-    parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. A seed spans all
+    devices: its parameters and metrics are the same on each, its environments are not. state is
+    [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
+    seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
-    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
+    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
+    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -453,7 +458,7 @@ def make_train(config: Config):
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
 
     def adam(part, lr):
-        """Adam for one part. It rests, moments included, while learns[part] is False."""
+        """Adam for one part. While learns[part] is False, neither weights nor moments change."""
         clip = optax.clip_by_global_norm(config.max_grad_norm)
         transform = optax.chain(clip, optax.scale_by_adam(eps=1e-5), optax.scale(lr))
         is_learning = lambda _, learns: learns[part]
@@ -464,8 +469,9 @@ def make_train(config: Config):
         optax.multi_transform(parts, {"params": {part: part for part in parts}}),
         optax.scale_by_learning_rate(lr_schedule),
     )
-    # Both map observations [..., K, F] to a policy and a value; apply_each has params [K, ...].
-    apply_each = jax.vmap(network.apply, (0, Observation(-2, -2, -1)), (-2, -1))
+    # Observations [..., K, F] -> policy, value; if parameters are not shared, they are [K, ...].
+    agent_axes = Observation(features=-2, mask=-2, active=-1)
+    apply_each = jax.vmap(network.apply, in_axes=(0, agent_axes), out_axes=(-2, -1))
     apply_agents = network.apply if config.share_parameters else apply_each
 
     def start_episode(key):
@@ -518,16 +524,16 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = apply_agents(state.params, rollout.next_obs)  # [T, N, K]
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout, advantage, target)
         axes = 3 if config.share_parameters else 2  # a sample holds one agent, or all K
-        samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[axes:]), samples)
-        gradient_step = state.opt_state[-1].count.max()  # [K] equal ones if not shared
-        ent_coef = ent_schedule(gradient_step)  # constant within an update
+        flatten = lambda x: x.reshape(num_samples, *x.shape[axes:])  # [T * N (* K), ...]
+        samples = jax.tree.map(flatten, (rollout, advantage, target))
+        gradient_step = state.opt_state[-1].count.max()  # not shared: K equal counts
+        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
 
         def update_minibatch(carry, minibatch):
             params, opt_state, learns = carry
             batch, advantage, target = minibatch
-            # The losses count agents that are not active as 0; these moments leave them out.
+            # Normalize over active agents; the losses are means over all, with 0 for the others.
             active = jnp.float32(batch.obs.active)
             weight = active / jnp.maximum(pmean(active.mean()), 1e-8)
             advantage = (advantage - pmean((weight * advantage).mean())) * active
@@ -539,26 +545,27 @@ def make_train(config: Config):
             updates, opt_state = optimizer.update(grads, opt_state, learns=learns)
             return (optax.apply_updates(params, updates), opt_state, learns), metrics
 
-        if not config.share_parameters:  # over K networks and [B, K] samples
+        if not config.share_parameters:  # over K: all of the carry; the samples [B, K, ...]
             update_minibatch = jax.vmap(update_minibatch, (0, 1))
 
         def update_epoch(carry, x):
             params, opt_state, actor_epochs = carry
             epoch, rows = x
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
-            critic_learns = jnp.full_like(actor_epochs, epoch < config.critic_epochs, bool)
+            critic_learns = jnp.full_like(actor_epochs, epoch < config.critic_epochs, dtype=bool)
             carry = (params, opt_state, {"actor": epoch < actor_epochs, "critic": critic_learns})
             (params, opt_state, _), metrics = jax.lax.scan(update_minibatch, carry, minibatches)
             if config.target_kl:  # where the policy is too far from the old one, the actor stops
                 stop = metrics["policy/approx_kl"].mean(0) > config.target_kl
-                actor_epochs = jnp.minimum(actor_epochs, jnp.where(stop, epoch + 1, num_epochs))
+                actor_epochs = jnp.where(stop, jnp.minimum(actor_epochs, epoch + 1), actor_epochs)
             return (params, opt_state, actor_epochs), metrics
 
-        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
+        # depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (num_epochs, num_samples), jnp.uint32)
         rows = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
-        # One for each network, [] or [K].
+        # The epochs of each actor, [] or [K] like the count.
         actor_epochs = jnp.full_like(state.opt_state[-1].count, config.actor_epochs)
         carry = (state.params, state.opt_state, actor_epochs)
         xs = (jnp.arange(num_epochs, dtype=jnp.int32), rows)
@@ -658,12 +665,12 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -720,7 +727,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -815,7 +822,7 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                # After its rows, so that none can be missing.
+                # After the rows are written: a checkpoint never lacks rows.
                 save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
@@ -856,7 +863,7 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
+            if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

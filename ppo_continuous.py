@@ -4,7 +4,7 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arX
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
-- rollouts store raw actions; only the environment receives them within its bounds;
+- rollouts store raw actions, which are clipped or squashed for the environment only;
 - the advantages of a minibatch are normalized across all devices.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B samples.
@@ -99,12 +99,12 @@ class Config:
     policy: Literal["gaussian", "tanh_gaussian", "beta"] = "gaussian"  # distribution of actions
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # independent trainings in one program
+    num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
+    init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -142,7 +142,7 @@ def make_env(config: Config):
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
     is_brax = config.env_id.startswith("brax/")
-    default = gymnax.EnvParams(max_steps_in_episode=1000)  # of Brax
+    default = gymnax.EnvParams(max_steps_in_episode=1000)  # for Brax: only a time limit
     if not is_brax:
         env, default = gymnax.make(config.env_id)
     try:
@@ -159,7 +159,7 @@ def make_env(config: Config):
         raise ConfigError(f"{config.env_id} has discrete actions: use ppo_ff.py")
 
     def encode(obs):
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # discrete
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # else discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -168,11 +168,11 @@ def make_env(config: Config):
 
     def step(key, env_state, action):
         low, high = action_space.low, action_space.high
-        action = action.astype(float)  # float64 with x64, like env_state
+        action = action.astype(float)  # with x64, env_state is float64
         action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])  # of every step, before any reset
+        next_obs = encode(info["final_observation"])  # set at every step
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.shape[0]
@@ -193,7 +193,7 @@ def make_brax_env(env_id: str, time_limit: int):
     def step(key, env_state, action):
         final = env.step(env_state, action)
         done, truncated = final.done > 0, final.info["truncation"] > 0
-        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats one state
+        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats a state
         obs, next_obs = jnp.float32(env_state.obs), jnp.float32(final.obs)
         return obs, env_state, jnp.float32(final.reward), done & ~truncated, truncated, next_obs
 
@@ -224,7 +224,7 @@ class TanhGaussianPolicy(distrax.Independent):
     def entropy(self):
         # Plus the mean of log tanh'(raw), by Gauss-Hermite quadrature with 16 nodes.
         nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))
-        raw = self.mean() + self.stddev() * nodes.reshape(16, *[1] * self.mean().ndim)
+        raw = jax.vmap(lambda node: self.mean() + node * self.stddev())(nodes)  # [16, ..., A]
         log_slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
         return super().entropy() + jnp.average(log_slope, axis=0, weights=weights)
 
@@ -290,7 +290,7 @@ class RunnerState(NamedTuple):
     obs: jax.Array
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
+    episode_return: jax.Array  # so far; the step after `done` starts again
     episode_length: jax.Array
 
 
@@ -313,7 +313,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -355,13 +355,13 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
-    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
-    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
-    parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. A seed spans all
+    devices: its parameters and metrics are the same on each, its environments are not. state is
+    [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
+    seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
-    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
+    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
+    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -438,10 +438,10 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = network.apply(state.params, rollout.next_obs)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout, advantage, target)
-        samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[2:]), samples)
-        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
-        ent_coef = ent_schedule(gradient_step)  # constant within an update
+        flatten = lambda x: x.reshape(num_samples, *x.shape[2:])  # [T * N, ...]
+        samples = jax.tree.map(flatten, (rollout, advantage, target))
+        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
+        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -459,7 +459,8 @@ def make_train(config: Config):
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
+        # depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -548,12 +549,12 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -610,7 +611,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -705,7 +706,7 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                # After its rows, so that none can be missing.
+                # After the rows are written: a checkpoint never lacks rows.
                 save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
@@ -746,7 +747,7 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
+            if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

@@ -1,8 +1,8 @@
 """PPO with a choice of drift, the term that keeps the new policy near the old one.
 
 The policy maximizes ratio * advantage - drift (mirror learning: Kuba et al. 2022, arXiv
-2201.02373). Clipping, a penalty on the KL, discovered (DPO) and simple policy optimization (SPO)
-differ in the drift only.
+2201.02373). Clipping, a penalty on the KL, discovered policy optimization (DPO) and simple policy
+optimization (SPO) differ only in the drift.
 
 PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
 All seeds train and evaluate in one XLA program. What differs from most implementations:
@@ -105,12 +105,12 @@ class Config:
     adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # independent trainings in one program
+    num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
+    init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -160,7 +160,7 @@ def make_env(config: Config):
     def encode(obs):
         if is_image:
             return obs.astype(bool)  # gymnax images are binary
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # discrete
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # else discrete
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -170,7 +170,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])  # of every step, before any reset
+        next_obs = encode(info["final_observation"])  # set at every step
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n
@@ -233,7 +233,7 @@ class RunnerState(NamedTuple):
     obs: jax.Array
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
+    episode_return: jax.Array  # so far; the step after `done` starts again
     episode_length: jax.Array
 
 
@@ -257,7 +257,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -282,7 +282,8 @@ def dpo_drift(ratio, advantage, alpha=2.0, beta=0.6):
     A >= 0: relu((r - 1) A - alpha tanh((r - 1) A / alpha))
     A < 0:  relu(log(r) A - beta tanh(log(r) A / beta))
     """
-    better, worse = (ratio - 1) * advantage, jnp.log(jnp.maximum(ratio, 1e-30)) * advantage
+    better = (ratio - 1) * advantage
+    worse = jnp.log(jnp.maximum(ratio, 1e-30)) * advantage  # a ratio can underflow to 0
     better = nn.relu(better - alpha * jnp.tanh(better / alpha))
     worse = nn.relu(worse - beta * jnp.tanh(worse / beta))
     return jnp.where(advantage >= 0, better, worse)
@@ -293,10 +294,10 @@ def spo_drift(ratio, advantage, eps):
     return jnp.abs(advantage) * (ratio - 1) ** 2 / (2 * eps)
 
 
-def adapt_kl_coef(kl_coef, kl, desired_kl):
-    """Halve or double the coefficient to keep the KL near desired_kl (1707.06347, section 4)."""
-    kl_coef = jnp.where(kl < desired_kl / 1.5, kl_coef / 2, kl_coef)
-    kl_coef = jnp.where(kl > desired_kl * 1.5, kl_coef * 2, kl_coef)
+def adapt_kl_coef(kl_coef, kl, kl_target):
+    """Halves or doubles it to keep the KL near its target (arXiv 1707.06347, section 4)."""
+    kl_coef = jnp.where(kl < kl_target / 1.5, kl_coef / 2, kl_coef)
+    kl_coef = jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
     return jnp.clip(kl_coef, 1e-4, 1e4)  # at 0 or inf it would be stuck
 
 
@@ -317,7 +318,7 @@ def ppo_loss(
         drift = dpo_drift(ratio, advantage)
     elif config.drift == "spo":
         drift = spo_drift(ratio, advantage, config.clip_eps)
-    else:  # of the old policy to the new one, exact (1707.06347, eq. 8)
+    else:  # kl_penalty, adaptive_kl: the exact KL(old || new) (arXiv 1707.06347, eq. 8)
         drift = kl_coef * kl
     policy_loss = -(ratio * advantage - drift).mean()
     value_error = (value - target) ** 2
@@ -341,13 +342,13 @@ def ppo_loss(
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
-    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
-    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
-    parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. A seed spans all
+    devices: its parameters and metrics are the same on each, its environments are not. state is
+    [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
+    seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
-    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
+    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
+    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -426,10 +427,10 @@ def make_train(config: Config):
         runners, rollout = jax.lax.scan(act_all, state.runners, None, config.num_steps)  # [T, N]
         _, next_value = network.apply(state.params, rollout.next_obs)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
-        samples = (rollout, advantage, target)
-        samples = jax.tree.map(lambda x: x.reshape(num_samples, *x.shape[2:]), samples)
-        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
-        ent_coef = ent_schedule(gradient_step)  # constant within an update
+        flatten = lambda x: x.reshape(num_samples, *x.shape[2:])  # [T * N, ...]
+        samples = jax.tree.map(flatten, (rollout, advantage, target))
+        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
+        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -437,8 +438,9 @@ def make_train(config: Config):
             advantage -= pmean(advantage.mean())
             advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
             grad = jax.grad(ppo_loss, has_aux=True)
-            coefs = (ent_coef, state.kl_coef)
-            grads, metrics = grad(params, network, batch, advantage, target, *coefs, config)
+            grads, metrics = grad(
+                params, network, batch, advantage, target, ent_coef, state.kl_coef, config
+            )
             grads, metrics = pmean((grads, metrics))
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
@@ -448,7 +450,8 @@ def make_train(config: Config):
             minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
+        # depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -456,7 +459,7 @@ def make_train(config: Config):
         (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         kl_coef = state.kl_coef
-        if config.drift == "adaptive_kl":  # each minibatch's KL is that before its gradient step
+        if config.drift == "adaptive_kl":  # a minibatch's KL is measured before its gradient step
             kl_coef = adapt_kl_coef(kl_coef, metrics["policy/kl"], config.adaptive_kl_target)
         episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
         metrics |= {
@@ -542,12 +545,12 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -604,7 +607,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -699,7 +702,7 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                # After its rows, so that none can be missing.
+                # After the rows are written: a checkpoint never lacks rows.
                 save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
@@ -740,7 +743,7 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
+            if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

@@ -5,7 +5,7 @@ All seeds train and evaluate in one XLA program. What differs from most implemen
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
 - a minibatch holds whole sequences, replayed from the hidden states before their first steps;
-- the advantages of a minibatch are normalized across all devices, by a divisor with a floor.
+- the advantages of a minibatch are normalized across all devices, with a least divisor.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
 H hidden units, V x V tiles in view.
@@ -86,15 +86,15 @@ class Config:
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
     ruleset_id: int = -1  # the only ruleset in use; -1: a random one in every episode
-    img_obs: bool = False  # observe pixels instead of symbols
+    img_obs: bool = False  # the network sees pixels instead of symbols
     # Algorithm
     total_timesteps: float = 3e6  # environment steps per seed, approximately
-    num_steps: int = 64  # rollout length; if num_envs > 1024, larger values count as 16
+    num_steps: int = 64  # rollout length; at most 16 if num_envs > 1024
     update_epochs: int = 1  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
     hidden_size: int = 64  # units of the GRU
     embedding_size: int = 8  # features per tile; 0: one-hot tiles and colors
-    conv_size: int = 8  # channels of the first convolution, a quarter of them on a 3 x 3 view
+    conv_size: int = 8  # channels of the first convolution; times 4 on a 3 x 3 view
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     lr: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -106,23 +106,23 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # divide advantages by at least this: no noise is blown up
+    min_advantage_std: float = 0.05  # divide advantages by at least this, not to amplify noise
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # independent trainings in one program
+    num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
+    init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
     @property
     def rollout_length(self) -> int:
-        """T. Many environments take short rollouts, so that a run has enough updates."""
+        """T. Short with many environments, so that a run has enough updates."""
         return self.num_steps if self.num_envs <= 1024 else min(self.num_steps, 16)
 
     @property
@@ -148,10 +148,10 @@ class Observation(NamedTuple):
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Admits arrays in plain containers; other pickles can run any code."""
+    """Loads arrays in plain containers only: other pickles can run any code."""
 
     def find_class(self, module, name):
-        module = module.replace("numpy.core", "numpy._core")  # NumPy 1 has the former
+        module = module.replace("numpy.core", "numpy._core")  # files by NumPy 1 name the former
         modules = ("numpy", "numpy._core.multiarray", "numpy._core.numeric", "jax._src.array")
         names = ("dtype", "ndarray", "_frombuffer", "_reconstruct", "_reconstruct_array")
         if module not in modules or name not in names:
@@ -169,7 +169,7 @@ def load_benchmark(benchmark_id: str) -> Benchmark:
             arrays = ArrayUnpickler(file).load()
         return Benchmark(**{k: jnp.asarray(arrays[k]) for k in Benchmark.__dataclass_fields__})
     except Exception as error:  # a file may hold anything
-        known = f"a file or one of {', '.join(names)} (XLAND_MINIGRID_DATA: their folder)"
+        known = f"a file or one of {', '.join(names)} (in the folder $XLAND_MINIGRID_DATA)"
         raise ConfigError(f"benchmark_id = {benchmark_id!r}: {error!r}; use {known}") from None
 
 
@@ -196,7 +196,7 @@ def make_env(config: Config):
                 raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
-    sample_task = lambda key: params
+    sample_task = lambda key: params  # as it is below
     if hasattr(params, "ruleset"):  # XLand environments have one, those of MiniGrid do not
         benchmark = load_benchmark(config.benchmark_id)
         if config.ruleset_id >= benchmark.num_rulesets():
@@ -218,7 +218,7 @@ def make_env(config: Config):
         return observe(timestep, -1), timestep
 
     def step(key, timestep, action):
-        timestep = env.step(params, timestep, action)  # its ruleset is in timestep.state
+        timestep = env.step(params, timestep, action)  # the ruleset is in timestep
         next_obs, reward = observe(timestep, action), jnp.float32(timestep.reward)
         done, terminated = timestep.last(), timestep.discount == 0
         obs, timestep = optax.tree.where(done, reset(key), (next_obs, timestep))
@@ -242,7 +242,7 @@ class GRU(nn.Module):
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> hidden after each step [T, ..., H]"""
         size = hidden.shape[-1]
         x = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], all steps at once
-        # Orthogonal as a whole, not gate by gate.
+        # Unlike in nn.GRUCell, one orthogonal initialization for all three gates.
         kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
         kernel, bias, hidden = (p.astype(x.dtype) for p in (kernel, bias, hidden))
@@ -250,7 +250,7 @@ class GRU(nn.Module):
         def step(hidden, inputs):
             x, reset = inputs
             hidden = jnp.where(reset[..., None], 0, hidden)
-            r_x, z_x, n_x = jnp.split(x, 3, axis=-1)  # reset gate, update gate, new state
+            r_x, z_x, n_x = jnp.split(x, 3, axis=-1)  # gates r and z, candidate n
             r_h, z_h, n_h = jnp.split(hidden @ kernel, 3, axis=-1)
             z = nn.sigmoid(z_x + z_h)
             n = jnp.tanh(n_x + nn.sigmoid(r_x + r_h) * (n_h + bias))
@@ -316,14 +316,14 @@ class ActorCritic(nn.Module):
 class Transition(NamedTuple):
     obs: Observation
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [H] before obs is read; kept for the first step of a rollout only, [1, N, H]
+    hidden: Any  # [1, N, H] before the first step of a rollout; None in single steps
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: Any  # what the action led to, also at the end of an episode; not in rollouts
+    next_obs: Any  # what the action led to, also at the end of an episode; None in rollouts
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
 
@@ -336,7 +336,7 @@ class RunnerState(NamedTuple):
     hidden: jax.Array  # [H] before obs is read; if `done`, the network clears it first
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
+    episode_return: jax.Array  # so far; the step after `done` starts again
     episode_length: jax.Array
 
 
@@ -359,7 +359,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -401,13 +401,13 @@ def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, co
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
-    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
-    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
-    parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. A seed spans all
+    devices: its parameters and metrics are the same on each, its environments are not. state is
+    [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
+    seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
-    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
+    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
+    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
@@ -434,7 +434,7 @@ def make_train(config: Config):
     )
 
     def apply_once(params, obs, hidden, reset):
-        """The network on sequences of one step. A policy is a tree of its logits."""
+        """The network on sequences of one step. The policy is a tree, too."""
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], network.apply(params, obs, hidden, reset))
 
@@ -491,11 +491,11 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
+            # The value of the final observation, with the memory of its episode. If nothing is
+            # truncated, no pass: a sixth of the time (with one seed; vmap runs both branches).
             truncated = transition.done & ~transition.terminated
-            # The value of the final observation, with the memory of its episode. Time limits are
-            # rare: a pass at every step would take a sixth of the time.
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
-            skip = lambda *_: transition.value
+            skip = lambda *_: transition.value  # a placeholder
             final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
             return runners, (transition._replace(next_obs=None), final_value)
 
@@ -503,11 +503,12 @@ def make_train(config: Config):
         runners, (rollout, final_value) = jax.lax.scan(act_all, state.runners, None, length)
         last_value = critic(runners.obs, runners.hidden, runners.done)
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
-        next_value = jnp.where(rollout.done, final_value, next_value)
+        truncated = rollout.done & ~rollout.terminated
+        next_value = jnp.where(truncated, final_value, next_value)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
-        ent_coef = ent_schedule(gradient_step)  # constant within an update
+        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
+        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
 
         def update_minibatch(carry, rows):
             params, opt_state = carry
@@ -525,7 +526,8 @@ def make_train(config: Config):
         def update_epoch(carry, rows):
             return jax.lax.scan(update_minibatch, carry, rows)
 
-        # A random permutation for each epoch. Outside the scan, a CPU sorts while it acts.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
+        # depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_envs), jnp.uint32)
         rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -615,12 +617,12 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -677,7 +679,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -772,7 +774,7 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                # After its rows, so that none can be missing.
+                # After the rows are written: a checkpoint never lacks rows.
                 save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
@@ -813,7 +815,7 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
+            if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

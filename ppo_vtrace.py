@@ -7,9 +7,9 @@ of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is the rollout of
 Each epoch draws segments without replacement, favoring large advantages; weights in the loss
 reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
-  value of the final observation, with the memory of its episode;
-- rollouts store raw actions; only the environment receives them within its bounds;
-- the advantages of a minibatch span all devices; each device draws its own segments.
+  value of the final observation, with the hidden state of its episode;
+- rollouts store raw actions, which are clipped or squashed for the environment only;
+- the advantages of a minibatch are normalized across all devices; each draws its own segments.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B segments.
 
@@ -102,7 +102,7 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # for continuous actions
-    normalize_reward: bool = True  # divide by the standard deviation of discounted sums
+    normalize_reward: bool = True  # divide rewards by the deviation of discounted sums
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     recompute_advantages: bool = True  # for every minibatch; if off, once per rollout
@@ -110,15 +110,15 @@ class Config:
     c_clip: float = 1.0  # V-trace's c-bar: cap on the ratio that weights the trace
     draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
     priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
-    priority_beta: float = 0.4  # initial exponent of the importance weights, rises to 1
+    priority_beta: float = 0.4  # initial exponent of the weights that correct the draw; rises to 1
     # Run
     seed: int = 0  # random seed
-    num_seeds: int = 1  # independent trainings in one program
+    num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and seed
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
-    init_from: str = ""  # run folder whose best parameters (first seed) every seed starts from
+    init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
 
@@ -161,7 +161,7 @@ def make_env(config: Config):
     if config.hide_velocity and config.env_id not in POSITIONS:
         raise ConfigError(f"hide_velocity works in {' and '.join(POSITIONS)} only")
     is_brax = config.env_id.startswith("brax/")
-    default = gymnax.EnvParams(max_steps_in_episode=1000)  # of Brax
+    default = gymnax.EnvParams(max_steps_in_episode=1000)  # for Brax: only a time limit
     if not is_brax:
         env, default = gymnax.make(config.env_id)
     try:
@@ -178,9 +178,7 @@ def make_env(config: Config):
     visible = POSITIONS[config.env_id] if config.hide_velocity else slice(None)
 
     def encode(obs):
-        obs = (
-            obs.ravel()[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
-        )  # discrete
+        obs = obs.ravel()[visible] if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -190,11 +188,11 @@ def make_env(config: Config):
     def step(key, env_state, action):
         if not is_discrete:
             low, high = action_space.low, action_space.high
-            action = action.astype(float)  # float64 with x64, like env_state
+            action = action.astype(float)  # with x64, env_state is float64
             action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
-        next_obs = encode(info["final_observation"])  # of every step, before any reset
+        next_obs = encode(info["final_observation"])  # set at every step
         return encode(obs), env_state, jnp.float32(reward), terminated, truncated, next_obs
 
     return reset, step, action_space.n if is_discrete else action_space.shape[0], is_discrete
@@ -215,7 +213,7 @@ def make_brax_env(env_id: str, time_limit: int):
     def step(key, env_state, action):
         final = env.step(env_state, action)
         done, truncated = final.done > 0, final.info["truncation"] > 0
-        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats one state
+        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats a state
         obs, next_obs = jnp.float32(env_state.obs), jnp.float32(final.obs)
         return obs, env_state, jnp.float32(final.reward), done & ~truncated, truncated, next_obs
 
@@ -247,7 +245,7 @@ class TanhGaussianPolicy(distrax.Independent):
     def entropy(self):
         # Plus the mean of log tanh'(raw), by Gauss-Hermite quadrature with 16 nodes.
         nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))
-        raw = self.mean() + self.stddev() * nodes.reshape(16, *[1] * self.mean().ndim)
+        raw = jax.vmap(lambda node: self.mean() + node * self.stddev())(nodes)  # [16, ..., A]
         log_slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
         return super().entropy() + jnp.average(log_slope, axis=0, weights=weights)
 
@@ -298,7 +296,7 @@ class Memory(nnx.Module):
 
 
 class ActorCritic(nnx.Module):
-    """A policy and a value function. hidden is a pair: the memory of each."""
+    """A policy and a value function. hidden is a pair: the state of each one's Memory."""
 
     def __init__(
         self, obs_size: int, num_actions: int, policy_kind: str, config: Config, rngs: nnx.Rngs
@@ -359,7 +357,7 @@ class RunnerState(NamedTuple):
     env_state: Any
     hidden: Any  # of actor and critic, before reading obs
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # kept when the episode ends; the next step restarts it
+    episode_return: jax.Array  # so far; the step after `done` starts again
     episode_length: jax.Array
     discounted_sum: jax.Array
 
@@ -381,7 +379,7 @@ class TrainState(NamedTuple):
 def scale_reward(rollout: Transition, return_stats: Moments):
     """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    Clips them like VecNormalize: after many zeros, a first reward of 1 could become hundreds.
+    Clips the result like VecNormalize: a first reward after many zeros could become hundreds.
     Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
@@ -394,12 +392,12 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 
     All arrays are [T, ...]. value and next_value are those of obs and next_obs under the current
     value function; ratio is that of the current policy to the one that acted. With ratio 1 and caps
-    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). In V-trace's policy gradient, the
-    ratio counts once; here it is in the advantage, capped, and again in ppo_loss. Returns
-    advantage, target.
+    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). The advantage is target - value: it
+    contains the capped ratio, and ppo_loss multiplies by the ratio again, which V-trace does once.
+    Returns advantage, target.
     """
     # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
     delta = rollout.reward + config.gamma * next_value - value
     delta *= jnp.minimum(ratio, config.rho_clip)
     decay = config.gamma * config.gae_lambda * (1 - rollout.done)
@@ -417,9 +415,9 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 def draw_segments(key, priority, count: int):
     """Draws `count` segments without replacement, in proportion to priority [N] > 0: Gumbel top-k.
 
-    Returns rows [count], the best score first, and for each P(score > left_out), the probability
-    of being drawn given the best score left out: 1 - exp(-priority * exp(-left_out)) (Kool et al.
-    2019, arXiv 1903.06059, section 4).
+    Returns rows [count] in decreasing order of score, and the probability of drawing each of them,
+    given the best score that is left out: P(score > left_out) = 1 - exp(-priority * exp(-left_out))
+    (Kool et al. 2019, arXiv 1903.06059, section 4).
     """
     score = jnp.log(priority) + jax.random.gumbel(key, priority.shape, priority.dtype)
     order = jnp.argsort(-score)
@@ -462,23 +460,23 @@ def ppo_loss(
 def make_train(config: Config):
     """Returns init, train, init_seed, train_seed. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. Each device makes S
-    seeds from its key: state is [D, S, ...], metrics are [D, S, updates]. `train` performs
-    `updates_per_eval` updates on each seed, evaluates it on full episodes and keeps its best
-    parameters.
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped. A seed spans all
+    devices: its parameters and metrics are the same on each, its environments are not. state is
+    [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
+    seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the same for one seed on one device, e.g. for a sweep.
-    They average over an axis "devices" of size D; map the sweep over another axis, inside it.
+    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
+    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     num_envs = config.num_envs // num_devices  # N
     num_drawn = round(num_envs * config.draw_fraction)  # segments per epoch
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
-    if num_drawn not in range(config.num_minibatches, num_envs + 1, config.num_minibatches):
+    if not 0 < num_drawn <= num_envs or num_drawn % config.num_minibatches:
         raise ConfigError(
-            f"draw_fraction = {config.draw_fraction} draws {num_drawn} segments: "
-            f"not a multiple of num_minibatches up to {num_envs}, num_envs per device"
+            f"draw_fraction draws {num_drawn} of {num_envs} segments per device; it must draw "
+            f"a multiple of num_minibatches = {config.num_minibatches}"
         )
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_kind = "categorical" if is_discrete else config.policy
@@ -573,12 +571,12 @@ def make_train(config: Config):
             ratio = jnp.exp(policy.log_prob(batch.action) - batch.log_prob)
             return compute_vtrace(batch, value, next_value, ratio, config)
 
-        # The parameters that acted: the ratio is 1, and this is GAE.
+        # These parameters acted: the ratio is 1.
         advantage, target = vtrace(state.params, rollout, state.runners.hidden)
         segments = (rollout, advantage, target)
-        priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N]
-        gradient_step = state.opt_state[-1].count  # as counted by scale_by_learning_rate
-        ent_coef = ent_schedule(gradient_step)  # constant within an update
+        priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N], of all epochs
+        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
+        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
         beta = optax.linear_schedule(config.priority_beta, 1, gradient_steps)(gradient_step)
 
         def update_minibatch(carry, minibatch):
@@ -603,7 +601,7 @@ def make_train(config: Config):
             rows, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
             drawn = (rows, weight / weight.mean())
-            # Sorted by score, so dealt out in turn: no minibatch has all large advantages.
+            # The rows are sorted by score. Dealt out, no minibatch gets all large advantages.
             deal = lambda x: x.reshape(-1, config.num_minibatches).T  # [num_minibatches, B]
             return jax.lax.scan(update_minibatch, carry, jax.tree.map(deal, drawn))
 
@@ -696,12 +694,12 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint, runners as a list of arrays: flax cannot save every type of env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh` with the parameters of `init_from`.
+    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -758,7 +756,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # At most 64 characters, and only these; two folders, as names like `seed0` recur.
+    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -853,7 +851,7 @@ def main(config: Config) -> dict:
                 append_rows(table, config, first, metrics)
                 if wandb_run:
                     track(wandb_run, config, first, metrics)
-                # After its rows, so that none can be missing.
+                # After the rows are written: a checkpoint never lacks rows.
                 save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
@@ -894,7 +892,7 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
+            if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

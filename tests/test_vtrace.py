@@ -249,7 +249,7 @@ def test_hidden_velocities_are_not_observed():
     "sizes", [{"draw_fraction": 0.1}, {"draw_fraction": 2.0}, {"num_minibatches": 3}]
 )
 def test_segments_that_cannot_be_drawn(sizes):
-    message = "segments: not a multiple of num_minibatches up to 4"
+    message = "of 4 segments per device"
     with pytest.raises(module.ConfigError, match=message):
         module.make_train(tiny(module, **sizes))
 
