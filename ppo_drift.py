@@ -710,7 +710,7 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
         "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds

@@ -16,8 +16,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import ppo_drift  # noqa: E402
-from plot import COLORS, STYLE  # noqa: E402
+import ppo_drift
+from plot import COLORS, STYLE
 
 
 def objectives(ratio, advantage, config):

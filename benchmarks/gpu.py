@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-import plot  # noqa: E402
+import plot
 
 ENV = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 

@@ -5,7 +5,8 @@
 
 A killed run (SIGKILL) is started again by the same command. The last checkpoint must have the same
 bytes as that of the undisturbed run, and metrics.csv the same rows but for its last column,
-time/sps. Arguments after -- are options of the scripts.
+time/sps. Then the run is continued once more, longer and with another learning rate: it must add
+rows and keep those before. Arguments after -- are options of the scripts.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import plot  # noqa: E402
+import plot
 
 SMALL = "--num-envs 4 --num-steps 8 --hidden-size 8 --num-evals {calls} --eval-episodes 2"
 TRAIN = SMALL + " --num-seeds 2 --total-timesteps {steps}"  # two updates of 32 steps per call
@@ -38,6 +39,8 @@ OPTIONS = {
     "disco": TRAIN + AGENT + " --env-id Catch-5x5 --replay-size 8 --replay-batch 8",
     "disco_meta": SMALL + AGENT + " --num-meta-steps {calls} --valid-steps 4 --num-agents 2",
 }
+LONGER = {"disco_meta": "--meta-lr 3e-4 --num-evals {calls} --num-meta-steps {calls}"}
+CHANGED = "--lr 1e-4 --num-evals {calls} --total-timesteps {steps}"
 
 
 def start(script: Path, run_dir: Path, options: list[str]) -> subprocess.Popen:
@@ -97,7 +100,12 @@ def storm(script: Path, folder: Path, kills: int, options: list[str]) -> dict:
     finish(start(script, disturbed, options))
     checkpoint, rows = read(undisturbed)
     other_checkpoint, other_rows = read(disturbed)
+    changed = CHANGED.replace("--lr", "--actor-lr") if script.stem == "ippo" else CHANGED
+    changed = LONGER.get(script.stem, changed).format(calls=calls + 5, steps=64 * (calls + 5))
+    finish(start(script, disturbed, [*options, *changed.split()]))
+    _, more_rows = read(disturbed)
     return {
+        "continued": len(more_rows) > len(rows) and more_rows[: len(rows)] == rows,
         "kills": killed,
         "checkpoint": checkpoint == other_checkpoint,
         "metrics": rows == other_rows,
@@ -126,10 +134,11 @@ def main() -> int:
         print(
             f"{name}: killed {result['kills']} times,"
             f" checkpoint {word[result['checkpoint']]}, metrics.csv {word[result['metrics']]},"
+            f" {'continued' if result['continued'] else 'NOT CONTINUED'} with changed options,"
             f" {time.perf_counter() - begin:.0f} s",
             flush=True,
         )
-        failed += not (result["checkpoint"] and result["metrics"])
+        failed += not (result["checkpoint"] and result["metrics"] and result["continued"])
     return failed
 
 

@@ -18,7 +18,7 @@ ALL = (*SCRIPTS, "disco_meta")
 # Characters and lines of the part below the banner `main`, and of the rest of each script. The
 # house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
 # tracking that loses no point, seeds that diverge, and environment states of any class.
-RUN_PART = (11_450, 220)
+RUN_PART = (11_500, 220)
 HOUSE_STYLE = {
     "ppo_ff": (17_500, 415),
     "ppo_drift": (19_500, 465),
