@@ -1,33 +1,43 @@
 """Learning curves of runs: evaluation return against environment steps, training return faintly.
 
     python plot.py runs/my_run                      # writes runs/my_run/learning_curve.png
-    python plot.py runs/* --out compare.png         # also against training time
+    python plot.py runs/* --out compare.pdf         # also against training time
+    python plot.py runs/* --out compare.pdf --labels "small lr" "large lr"
+    python plot.py runs/* --tensorboard runs/tb --json scores.json
 
 Evaluations play full episodes. The training return of an update averages the episodes that ended
 in it, at first only the short ones, and is biased by that.
 
 Runs of one script on one environment with the same options share a line: their seeds are pooled.
 A copy of a script under another name is another script. Of runs with the same `--seed`, whose
-agents are the same, the one with the most is drawn.
+agents are the same, the one with the most steps is drawn (of equally long ones, that with the most
+agents). Lines are sorted by script, in the order of the arguments, then by the numbers in their
+names. A name holds the options that differ between the lines of a script. Next to another script,
+it also holds a word that is not the default of both (`drift=spo`) and a switch that is not at its
+default.
+
 The line is the interquartile mean over seeds (of fewer than four: the mean), the band its 95 %
-percentile bootstrap interval, as in rliable (Agarwal et al. 2021, arXiv 2108.13264). Environments
-are resampled and drawn separately.
+percentile bootstrap interval, as in rliable (Agarwal et al. 2021, arXiv 2108.13264). Of two or
+three seeds that is their range; one seed has none. Environments are resampled and drawn separately.
 
 Training time includes evaluation, not compilation. All seeds of a run share it.
+
+--tensorboard writes every column of every seed as event files. --json writes the evaluations in the
+layout that marl-eval reads. With one of them, a picture is drawn only if --out is given.
 """
 
 import argparse
+import ast
 import csv
+import functools
 import json
+import os
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-import matplotlib.figure
 import numpy as np
-from cycler import cycler
-from matplotlib.ticker import EngFormatter
 from scipy.stats import trim_mean
 
 # The style of all pictures of the project.
@@ -38,7 +48,7 @@ STYLE = {
     "axes.edgecolor": GRAY,
     "axes.grid": True,
     "axes.labelsize": 10,
-    "axes.prop_cycle": cycler(color=COLORS),
+    "axes.prop_cycle": f"cycler(color={COLORS})",
     "axes.spines.right": False,
     "axes.spines.top": False,
     "axes.titlelocation": "left",
@@ -51,6 +61,7 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 4,
+    "pdf.fonttype": 42,  # TrueType, as conferences demand
     "savefig.dpi": 200,
     "xtick.color": GRAY,
     "xtick.labelcolor": "black",
@@ -60,6 +71,7 @@ STYLE = {
 BAND = {"alpha": 0.18, "linewidth": 0}
 FAINT = {"alpha": 0.35, "linewidth": 1.0}
 
+ROOT = Path(__file__).parent
 POINTS = 100  # of a line; updates in between are averaged
 # Options in which runs of one line may differ.
 POOLED = ["seed", "num_seeds", "run_dir", "track", "distributed"]
@@ -78,37 +90,54 @@ class Curve(NamedTuple):
 
 
 class Run(NamedTuple):
+    path: Path
     options: dict  # config.json
+    table: dict[str, np.ndarray]  # metrics.csv: columns [updates, S], NaN where a cell is empty
     curve: Curve  # a point per update, NaN where nothing was measured
     training: Curve | None  # the training return
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Environment steps and agents."""
+        return int(self.curve.steps[-1]), self.curve.values.shape[1]
+
+
+class Line(NamedTuple):
+    """Runs of one script on one environment with the same options."""
+
+    runs: list[Run]  # by seed
+    curve: Curve  # of all their seeds
+    training: Curve | None
 
 
 def read_run(run_dir: Path, metric: str) -> Run:
     """Raises RunError."""
     try:
         options = json.loads((run_dir / "config.json").read_text())
+        _ = options["script"], options["env_id"], options["seed"]
         with open(run_dir / "metrics.csv", newline="") as file:
             rows = list(csv.DictReader(file))
-        _ = options["script"], options["env_id"]
+        if not rows:
+            raise RunError(f"{run_dir} has no rows in metrics.csv yet")
         seeds = len({row["seed"] for row in rows})
         number = lambda name: np.array([float(row[name] or "nan") for row in rows])
-        names = ["env_steps", "time/sps", metric]
-        if metric == "eval/return" and "episode/return" in rows[0]:
-            names.append("episode/return")
-        table = {name: number(name).reshape(-1, seeds) for name in names}  # [updates, S] each
-    except KeyError as error:
-        raise RunError(f"{run_dir} has no {error}: is it a run, and is the metric one?") from None
-    except (OSError, ValueError, TypeError, IndexError) as error:
+        table = {name: number(name).reshape(-1, seeds) for name in rows[0]}
+        steps, speed = table["env_steps"][:, 0], table["time/sps"][:, 0]
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{run_dir} is no run, or damaged: {error}") from None
+    if metric not in table:
+        raise RunError(f"{run_dir} has no column {metric}; it has {', '.join(table)}")
     if not np.isfinite(table[metric]).any():
         raise RunError(f"{run_dir} has measured no {metric} yet")
-    steps = table["env_steps"][:, 0]
-    seconds = np.cumsum(np.diff(steps, prepend=0) * seeds / table["time/sps"][:, 0])
-    training = table["episode/return"] if len(names) > 3 else np.array(np.nan)
+    seconds = np.cumsum(np.diff(steps, prepend=0) * seeds / speed)
+    training = table.get("episode/return") if metric == "eval/return" else None
+    is_measured = training is not None and np.isfinite(training).any()
     return Run(
+        path=run_dir,
         options=options,
+        table=table,
         curve=Curve(steps, seconds, table[metric]),
-        training=Curve(steps, seconds, training) if np.isfinite(training).any() else None,
+        training=Curve(steps, seconds, training) if is_measured else None,
     )
 
 
@@ -156,38 +185,118 @@ def bootstrap(values: np.ndarray, resamples: int = 2000) -> np.ndarray:
 
 
 def without_repeats(runs: list[Run]) -> list[Run]:
-    """Of runs with the same `seed`, whose agents are the same, the one with the most agents."""
+    """By seed. Of runs with the same `seed`, whose agents are the same, the longest.
+
+    Of equally long ones, that with the most agents. The order of `runs` does not matter.
+    """
     kept = {}
-    for run in sorted(runs, key=lambda run: run.curve.values.shape[1]):
-        kept[run.options["seed"]] = run
-    if len(kept) < len(runs):
-        print(f"runs left out, as their seed repeats: {len(runs) - len(kept)}", file=sys.stderr)
-    return list(kept.values())
+    about = "{} ({:,} steps, {} agents)".format
+    for run in sorted(runs, key=lambda run: (run.size, str(run.path)), reverse=True):
+        longest = kept.setdefault(run.options["seed"], run)
+        if longest is not run:
+            left_out, drawn = (about(x.path, *x.size) for x in (run, longest))
+            print(f"{left_out} left out: its seed repeats that of {drawn}", file=sys.stderr)
+    return [kept[seed] for seed in sorted(kept)]
 
 
-def group(runs: list[Run]) -> dict[str, dict[str, tuple[Curve, Curve | None]]]:
-    """{env_id: {label: (curve, training)}}; a label names the options that differ."""
+def read_defaults(run: Run) -> dict:
+    """The defaults of the script's options, out of its source; empty if there is none."""
+    name = f"{run.options['script']}.py"
+    source = next((x / name for x in (run.path, ROOT) if (x / name).is_file()), None)
+    body = ast.parse(source.read_bytes()).body if source else []
+    (fields,) = [x.body for x in body if getattr(x, "name", None) == "Config"] or [[]]
+    fields = [x for x in fields if isinstance(getattr(x, "value", None), ast.Constant)]
+    return {x.target.id: x.value.value for x in fields if isinstance(x, ast.AnnAssign)}
+
+
+def choose_names(options: dict, panel: list[dict], defaults: dict[str, dict]) -> list[str]:
+    """The options of a line that its label names.
+
+    panel: options of all lines of the environment; defaults: of the scripts of the panel.
+    """
+    script = options["script"]
+    siblings = [other for other in panel if other["script"] == script]
+
+    def is_named(name):
+        value = options[name]
+        if any(other.get(name) != value for other in siblings):
+            return True
+        if len(defaults) == 1 or name in ("script", "env_id"):
+            return False
+        if isinstance(value, str):
+            return any(default.get(name, value) != value for default in defaults.values())
+        return isinstance(value, bool) and defaults[script].get(name, value) != value
+
+    return [name for name in options if is_named(name)]
+
+
+def rank(value) -> tuple:
+    """Sorts numbers by size, and before words."""
+    is_number = isinstance(value, (int, float))
+    return (not is_number, value if is_number else 0, str(value))
+
+
+def group(runs: list[Run]) -> dict[str, dict[str, Line]]:
+    """{env_id: {label: line}}, in the order of the legend."""
     lines = {}
     for run in runs:
         options = {k: v for k, v in run.options.items() if k not in POOLED}
-        lines.setdefault(json.dumps(options, sort_keys=True), []).append(run)
+        lines.setdefault(json.dumps(options, sort_keys=True), (options, []))[1].append(run)
     panels = {}
-    for text, pooled in lines.items():
-        pooled = without_repeats(pooled)
-        options = json.loads(text)
-        siblings = [
-            other
-            for other in map(json.loads, lines)
-            if all(other[k] == options[k] for k in ("script", "env_id"))
-        ]
-        names = [k for k in options if any(other.get(k) != options[k] for other in siblings)]
-        label = " ".join([options["script"], *(f"{k}={options[k]}" for k in names)])
-        training = None
-        if all(run.training for run in pooled):
-            training = pool([run.training for run in pooled])
-        curves = (pool([run.curve for run in pooled]), training)
-        panels.setdefault(options["env_id"], {})[label] = curves
+    for env_id in dict.fromkeys(run.options["env_id"] for run in runs):
+        panel = [line for line in lines.values() if line[0]["env_id"] == env_id]
+        defaults = {}  # in the order of the arguments
+        for options, pooled in panel:
+            defaults.setdefault(options["script"], read_defaults(pooled[0]))
+        found = []
+        for options, pooled in panel:
+            script = options["script"]
+            names = choose_names(options, [options for options, _ in panel], defaults)
+            label = " ".join([script, *(f"{k}={options[k]}" for k in names)])
+            place = (list(defaults).index(script), [rank(options[k]) for k in names])
+            pooled = without_repeats(pooled)
+            has_training = all(run.training for run in pooled)
+            training = pool([run.training for run in pooled]) if has_training else None
+            line = Line(pooled, pool([run.curve for run in pooled]), training)
+            found.append((place, label, line))
+        found.sort(key=lambda x: x[:2])
+        panels[env_id] = {label: line for _, label, line in found}
     return panels
+
+
+def list_labels(panels: dict[str, dict[str, Line]]) -> list[str]:
+    """All labels, each once: a line of each environment has it."""
+    return list(dict.fromkeys(label for lines in panels.values() for label in lines))
+
+
+def rename(panels: dict[str, dict[str, Line]], labels: list[str]) -> dict[str, dict[str, Line]]:
+    """The same with other labels, one for each of `list_labels`. Raises RunError."""
+    old = list_labels(panels)
+    if len(labels) != len(old):
+        raise RunError(f"--labels needs {len(old)} names, in this order: {'; '.join(old)}")
+    new = dict(zip(old, labels, strict=True))
+    renamed = {}
+    for env_id, lines in panels.items():
+        renamed[env_id] = {new[label]: line for label, line in lines.items()}
+        if len(renamed[env_id]) < len(lines):
+            raise RunError(f"--labels: two lines of {env_id} have the same name")
+    return renamed
+
+
+# ---------------------------------------- pictures
+def styled(draw: Callable) -> Callable:
+    """Draws in the project's style. Imports matplotlib, which nothing else needs."""
+
+    @functools.wraps(draw)
+    def wrapper(*args, **kwargs):
+        try:
+            import matplotlib.figure
+        except ImportError:
+            raise RunError("a picture needs matplotlib: pip install matplotlib") from None
+        with matplotlib.rc_context(STYLE):
+            return draw(*args, **kwargs)
+
+    return wrapper
 
 
 EPISODE = "eval/return/episode_"
@@ -195,59 +304,75 @@ EPISODE = "eval/return/episode_"
 
 def read_trial(run_dir: Path) -> list[Curve]:
     """Evaluation returns of each episode of a trial; empty unless the run is of ppo_meta.py."""
-    header = (run_dir / "metrics.csv").read_text().split("\n", 1)[0].split(",")
-    names = [x for x in header if x.startswith(EPISODE)]
+    run = read_run(run_dir, "eval/return")
+    names = [x for x in run.table if x.startswith(EPISODE)]
     names.sort(key=lambda x: int(x.removeprefix(EPISODE)))
-    return [pool([read_run(run_dir, name).curve]) for name in names]
+    return [pool([run.curve._replace(values=run.table[name])]) for name in names]
 
 
-@matplotlib.rc_context(STYLE)
-def draw_trial(episodes: list[Curve], env_id: str) -> matplotlib.figure.Figure:
-    """First and last episode against steps, and at the end the return against the episode."""
-    figure = matplotlib.figure.Figure(figsize=(10.4, 3.4))
-    left, right = figure.subplots(1, 2, sharey=True)
+def draw_line(places: Iterable[tuple], values: np.ndarray, color: str, **style) -> None:
+    """places: (axes, x [K]); values: [K, S]. A single seed has no band."""
+    band = bootstrap(values) if values.shape[1] > 1 else None
+    for axes, x in places:
+        axes.plot(x, iqm(values), color=color, **style)
+        if band is not None:
+            axes.fill_between(x, *band, color=color, **BAND)
+
+
+def count(seeds: int) -> str:
+    return f"{seeds} seed{'s' * (seeds > 1)}"
+
+
+@styled
+def draw_trial(episodes: list[Curve], title: str):
+    """Returns a Figure: left, the first and the last episode against environment steps.
+
+    Right: at the end, the return against the number of the episode.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    left, right = Figure(figsize=(10.4, 3.4)).subplots(1, 2, sharey=True)
     for k, color in ((0, COLORS[1]), (-1, COLORS[0])):
-        curve = episodes[k]
         label = f"episode {len(episodes) if k else 1} of {len(episodes)}"
-        left.plot(curve.steps, iqm(curve.values), color=color, marker="o", label=label)
-        left.fill_between(curve.steps, *bootstrap(curve.values), color=color, **BAND)
-    left.set(title=env_id, xlabel="environment steps", ylabel="return", xlim=(0, None))
+        curve = episodes[k]
+        draw_line([(left, curve.steps)], curve.values, color, marker="o", label=label)
+    left.set(title=title, xlabel="environment steps", ylabel="return", xlim=(0, None))
     left.xaxis.set_major_formatter(EngFormatter(sep=""))
     left.legend()
     number = np.arange(1, 1 + len(episodes))
     values = np.stack([curve.values[-1] for curve in episodes])  # [K, S]
-    right.plot(number, iqm(values), color=COLORS[0], marker="o")
-    right.fill_between(number, *bootstrap(values), color=COLORS[0], **BAND)
+    draw_line([(right, number)], values, COLORS[0], marker="o")
     right.set(title="at the end", xlabel="episode of the trial", xticks=number)
-    return figure
+    return left.figure
 
 
-@matplotlib.rc_context(STYLE)
-def draw(panels: dict, metric: str, with_time: bool) -> matplotlib.figure.Figure:
-    """A row per environment: against steps and, on request, against training time."""
+@styled
+def draw(panels: dict[str, dict[str, Line]], metric: str, with_time: bool):
+    """Returns a Figure: a row per environment, against steps and, on request, training time."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
     columns = 1 + with_time
-    figure = matplotlib.figure.Figure(figsize=(5.2 * columns + 2, 3.4 * len(panels)))
+    labels = list_labels(panels)
+    legend = max(2, 1.2 + 0.07 * max(map(len, labels)))  # inches
+    figure = Figure(figsize=(5.2 * columns + legend, 3.4 * len(panels)))
     grid = figure.subplots(len(panels), columns, sharey="row", squeeze=False)
-    labels = list(dict.fromkeys(label for lines in panels.values() for label in lines))
     name = {"eval/return": "return", "episode/return": "training return"}.get(metric, metric)
     for (env_id, lines), row in zip(panels.items(), grid, strict=True):
-        for label, (curve, training) in lines.items():
+        for label, (_, curve, training) in lines.items():
             color = COLORS[labels.index(label) % len(COLORS)]
-            seeds = curve.values.shape[1]
-            legend = f"{label} ({seeds} seed{'s' * (seeds > 1)})"
-            marker = "o" if metric == "eval/return" else None
-            band = bootstrap(curve.values)
-            for axis, axes in zip(("steps", "seconds"), row, strict=False):
-                x = getattr(curve, axis)
-                axes.plot(x, iqm(curve.values), color=color, marker=marker, label=legend)
-                axes.fill_between(x, *band, color=color, **BAND)
+            style = {"marker": "o" if metric == "eval/return" else None}
+            style["label"] = f"{label} ({count(curve.values.shape[1])})"
+            places = zip(row, (curve.steps, curve.seconds), strict=False)
+            draw_line(places, curve.values, color, **style)
             if training:
                 row[0].plot(training.steps, iqm(training.values), color=color, **FAINT)
         for axes in row:
             axes.set_xlim(left=0)
         row[0].set(title=env_id, xlabel="environment steps", ylabel=name)
         row[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        if any(training for _, training in lines.values()):
+        if any(line.training for line in lines.values()):
             row[0].plot([], [], color=GRAY, label="training return", **FAINT)
         # Outside the axes, where it hides no curve.
         handles, names = row[0].get_legend_handles_labels()
@@ -257,51 +382,166 @@ def draw(panels: dict, metric: str, with_time: bool) -> matplotlib.figure.Figure
     return figure
 
 
+@styled
+def save(figure, path: Path) -> None:
+    """Raises RunError, OSError."""
+    try:
+        figure.savefig(path, format=path.suffix[1:] or "without an ending")
+    except ValueError as error:
+        raise RunError(f"cannot write {path}: {error}") from None
+
+
+# ----------------------------------------- exports
+SUFFIX = ".plot"  # of the event files that this program may replace
+SUITES = ("brax", "MinAtar", "bsuite", "XLand-MiniGrid", "MiniGrid", "MPE", "overcooked", "SMAX")
+
+
+def list_seeds(run: Run, name: str) -> list[dict]:
+    """For each seed that has measured something: its evaluations and its absolute metric.
+
+    Where enjoy.py has not measured that, the last evaluation stands in, and a message says so.
+    """
+    absolute, summary = None, run.path / "summary.json"
+    if name == "return":
+        if summary.exists():
+            absolute = json.loads(summary.read_text()).get("absolute_return_per_seed")
+        if absolute is None:
+            message = f"{run.path}: the last evaluation stands in for the absolute metric"
+            print(f"{message}; `python enjoy.py {run.path}` measures it", file=sys.stderr)
+    seeds = []
+    for k, values in enumerate(run.curve.values.T):
+        steps = {
+            f"step_{m}": {"step_count": int(run.curve.steps[i]), name: [values[i]]}
+            for m, i in enumerate(np.flatnonzero(np.isfinite(values)))
+        }
+        if steps:
+            last = [absolute[k]] if absolute else list(steps.values())[-1][name]
+            seeds.append(steps | {"absolute_metrics": {name: last}})
+    return seeds
+
+
+def write_json(panels: dict[str, dict[str, Line]], metric: str, path: Path) -> None:
+    """Evaluations in marl-eval's layout: {environment: {task: {algorithm: {seed_n: steps}}}}.
+
+    steps: {step_m: {step_count, metric: [value]}, absolute_metrics: {metric: [value]}}. The task is
+    the env_id, the environment its suite. Raises OSError.
+    """
+    name = {"eval/return": "return"}.get(metric, metric)
+    suites = {}
+    for env_id, lines in panels.items():
+        tasks = suites.setdefault(next((x for x in SUITES if x in env_id), env_id), {})
+        tasks[env_id] = {}
+        for label, line in lines.items():
+            seeds = [seed for run in line.runs for seed in list_seeds(run, name)]
+            # Names without commas: marl-eval does not take them.
+            tasks[env_id][label.replace(",", ";")] = {f"seed_{n}": x for n, x in enumerate(seeds)}
+    path.write_text(json.dumps(suites, indent=1))
+    print(f"{path} written")
+    for suite, tasks in suites.items():
+        names = {frozenset(task) for task in tasks.values()}
+        lines = [seeds for task in tasks.values() for seeds in task.values()]
+        sizes = {(len(seeds), len(seed)) for seeds in lines for seed in seeds.values()}
+        if len(names) > 1 or len(sizes) > 1:
+            message = f"{path}: marl-eval needs the same lines (see --labels), numbers of seeds and"
+            print(f"{message} numbers of evaluations in all of {suite}", file=sys.stderr)
+
+
+def write_tensorboard(runs: list[Run], folder: Path) -> None:
+    """One event file per seed, <folder>/<run>/seed_<k>, with every column of metrics.csv.
+
+    Replaces what an earlier call has written. Raises RunError, OSError.
+    """
+    try:
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+    except ImportError:
+        raise RunError("--tensorboard needs tensorboardX: pip install tensorboardX") from None
+    paths = [run.path.resolve() for run in runs]
+    base = os.path.commonpath([path.parent for path in paths])
+    for run, path in zip(runs, paths, strict=True):
+        columns = {k: x for k, x in run.table.items() if k not in ("update", "seed", "env_steps")}
+        start = (run.path / "metrics.csv").stat().st_mtime - run.curve.seconds[-1]
+        for k in range(run.curve.values.shape[1]):
+            target = folder / path.relative_to(base) / f"seed_{k}"
+            target.mkdir(parents=True, exist_ok=True)
+            for old in target.glob(f"events.out.tfevents.*{SUFFIX}"):
+                old.unlink()
+            writer = EventsWriter(str(target / "events"), SUFFIX)
+            for i, (steps, seconds) in enumerate(zip(*run.curve[:2], strict=True)):
+                cells = {name: x[i, k] for name, x in columns.items() if np.isfinite(x[i, k])}
+                values = [Summary.Value(tag=tag, simple_value=x) for tag, x in cells.items()]
+                event = Event(wall_time=start + seconds, step=int(steps))
+                event.summary.value.extend(values)
+                writer.write_event(event)
+            writer.close()
+    print(f"{folder} written; tensorboard --logdir {folder}")
+
+
+# -------------------------------------------- main
 def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
-    """Writes the picture and prints the last point of each line. Raises RunError, OSError."""
+    """Writes what is asked for and prints the last point of each line. Raises RunError, OSError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", help="run folders")
-    parser.add_argument("--out", type=Path, help="picture to write")
+    parser.add_argument("--out", type=Path, help="picture to write: a name in .png or .pdf")
     parser.add_argument("--metric", default="eval/return", help="column of metrics.csv")
+    parser.add_argument("--labels", nargs="+", help="names of the lines, in the legend's order")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files to write")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="scores to write, for marl-eval")
     options = parser.parse_args(words)
+    run_dirs = list(dict.fromkeys(options.run_dirs))
     is_single = len(options.run_dirs) == 1
     if not is_single:  # `runs/*` may hold other things
-        found = [x for x in options.run_dirs if (x / "metrics.csv").exists() or not x.exists()]
-        for path in set(options.run_dirs) - set(found):
-            print(f"{path} left out: it has no metrics.csv", file=sys.stderr)
-        if not found:
+        for path in run_dirs:
+            if path.exists() and not (path / "metrics.csv").exists():
+                print(f"{path} left out: it has no metrics.csv", file=sys.stderr)
+        run_dirs = [x for x in run_dirs if (x / "metrics.csv").exists() or not x.exists()]
+        if not run_dirs:
             raise RunError("none of these is a run")
-        options.run_dirs = found
+    runs = [read_run(run_dir, options.metric) for run_dir in run_dirs]
+    panels = group(runs)
+    own_names = {env_id: list(lines) for env_id, lines in panels.items()}
+    if options.labels:
+        panels = rename(panels, options.labels)
     out = options.out
-    if out is None:
-        out = options.run_dirs[0] / "learning_curve.png" if is_single else Path("compare.png")
-    panels = group([read_run(run_dir, options.metric) for run_dir in options.run_dirs])
-    trial = read_trial(options.run_dirs[0]) if is_single else []
-    try:
-        if trial and options.metric == "eval/return":
-            (env_id,) = panels
-            draw_trial(trial, env_id).savefig(out, dpi=STYLE["savefig.dpi"])
+    if out is None and not options.json and not options.tensorboard:
+        out = run_dirs[0] / "learning_curve.png" if is_single else Path("compare.png")
+    if out:
+        trial = read_trial(run_dirs[0]) if is_single and options.metric == "eval/return" else []
+        if trial:
+            (title,) = options.labels or panels
+            figure = draw_trial(trial, title)
         else:
-            draw(panels, options.metric, not is_single).savefig(out, dpi=STYLE["savefig.dpi"])
-    except ValueError as error:  # the suffix names no format
-        raise RunError(f"cannot write {out}: {error}") from None
-    panels = {env_id: {k: curve for k, (curve, _) in x.items()} for env_id, x in panels.items()}
+            figure = draw(panels, options.metric, not is_single)
+        save(figure, out)
     for env_id, lines in panels.items():
-        for label, curve in lines.items():
-            low, high = bootstrap(curve.values[-1:])[:, 0]
+        for own_name, (label, line) in zip(own_names[env_id], lines.items(), strict=True):
+            curve = line.curve
+            value = f"{iqm(curve.values[-1]):.4g}"
+            if curve.values.shape[1] > 1:
+                low, high = bootstrap(curve.values[-1:])[:, 0]
+                value += f" [{low:.4g}, {high:.4g}]"
             at = f"after {curve.steps[-1]:,.0f} steps and {curve.seconds[-1]:.1f} s"
-            seeds = curve.values.shape[1]
-            value = f"{iqm(curve.values[-1]):.4g} [{low:.4g}, {high:.4g}]"
-            print(f"{env_id}: {label}: {value} {at}, {seeds} seed{'s' * (seeds > 1)}")
-    print(f"{out} written")
-    return panels
+            what = f"{label} ({own_name})" if options.labels else label
+            print(f"{env_id}: {what}: {value} {at}, {count(curve.values.shape[1])}")
+    if out:
+        print(f"{out} written")
+    if options.tensorboard:
+        write_tensorboard(runs, options.tensorboard)
+    if options.json:
+        write_json(panels, options.metric, options.json)
+    return {x: {label: line.curve for label, line in lines.items()} for x, lines in panels.items()}
 
 
-if __name__ == "__main__":
+def cli():
     try:
         main()
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    cli()
