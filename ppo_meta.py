@@ -816,8 +816,8 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\npython plot.py {run_dir}")
-        print(f"python enjoy.py {run_dir} --video {run_dir / 'video.gif'}")
+        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
+        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

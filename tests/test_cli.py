@@ -172,8 +172,8 @@ def test_what_a_terminal_shows(base):
     assert float(mean) == pytest.approx((first + second) / 2, rel=1e-3, abs=1e-3)
     # With one degree of freedom, 95% of Student's t are within 12.706 standard errors.
     assert float(half) == pytest.approx(12.706 * abs(first - second) / 2, rel=1e-2, abs=1e-3)
-    assert plot == f"python plot.py {base.path}"
-    assert video == f"python enjoy.py {base.path} --video {base.path / 'video.gif'}"
+    assert plot == f"plot {base.path}"
+    assert video == f"enjoy {base.path} --video {base.path / 'video.gif'}"
     bar = base.err.split("\r")[-1].strip()
     assert re.search(r"100%.* [\d.]+k? steps/s, return \S+\]$", bar) and len(bar) <= 80
     assert "<" in bar  # elapsed < left

@@ -87,9 +87,16 @@ def test_every_dependency_is_imported_by_a_script_or_a_tool():
     assert set(BOUNDS) <= set().union(*(imported(source(name)) for name in files))
 
 
-def test_every_script_is_installed():
+def test_every_script_and_tool_is_installed():
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    assert sorted(settings["py-modules"]) == ALL
+    assert sorted(settings["py-modules"]) == sorted([*ALL, "enjoy", "plot"])
+
+
+@pytest.mark.parametrize("tool", ["enjoy", "plot"])
+def test_a_tool_is_a_command(tool):
+    """A run prints these, so they must work in any folder."""
+    module, function = PROJECT["scripts"][tool].split(":")
+    assert module == tool and f"def {function}()" in source(tool)
 
 
 def test_every_dependency_has_both_bounds_and_a_reason():
