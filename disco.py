@@ -150,6 +150,9 @@ def make_env(config: Config):
     """
     names = ["Catch-8x8", *gymnax.registered_envs]
     catch = re.fullmatch(r"Catch-([2-9]|[1-9]\d+)x([2-9]|[1-9]\d+)", config.env_id)
+    if config.env_id == "list":
+        print(*names, sep="\n")
+        sys.exit()
     if not catch and config.env_id not in names:
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")

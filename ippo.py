@@ -210,6 +210,9 @@ def load_env(config: Config):
         known |= {name: {"auto_reset": False} for name in known if name.startswith(BRAX)}
         known |= {f"overcooked/{name}": {"layout": x} for name, x in layouts.items()}
         known |= {f"HeuristicEnemySMAX/{name}": {"scenario": x} for name, x in maps.items()}
+        if config.env_id == "list":
+            print(*known, sep="\n")
+            sys.exit()
         if config.env_id not in known:
             near = difflib.get_close_matches(config.env_id, known, cutoff=0)
             raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(near)}?")

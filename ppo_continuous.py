@@ -138,6 +138,9 @@ def make_env(config: Config):
     tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
     tasks += " inverted_pendulum inverted_double_pendulum"
     names = [*gymnax.registered_envs, *(f"brax/{task}" for task in tasks.split())]
+    if config.env_id == "list":
+        print(*names, sep="\n")
+        sys.exit()
     if config.env_id not in names:
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")

@@ -141,6 +141,9 @@ def make_env(config: Config):
     Raises ConfigError.
     """
     names = gymnax.registered_envs
+    if config.env_id == "list":
+        print(*names, sep="\n")
+        sys.exit()
     if config.env_id not in names:
         nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")

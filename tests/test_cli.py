@@ -808,6 +808,28 @@ def test_wrong_environment_parameters(module, fails, changes):
     fails("--env-params", json.dumps({limit: [1]}))
 
 
+ONE_OF_ITS_OWN = {
+    "ppo_ff": "CartPole-v1",
+    "ppo_drift": "CartPole-v1",
+    "ppo_continuous": "brax/ant",
+    "ppo_obs_norm": "brax/ant",
+    "ppo_vtrace": "brax/ant",
+    "ppo_rnn": "XLand-MiniGrid-R1-9x9",
+    "ppo_meta": "MiniGrid-MemoryS8",
+    "ippo": "HeuristicEnemySMAX/3m",
+    "disco": "Catch-8x8",
+    "disco_meta": "Catch-8x8",
+}
+
+
+@pytest.mark.parametrize("script", ONE_OF_ITS_OWN)
+def test_a_list_of_the_environments(script, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(load_script(script), "--env-id", "list")
+    assert not code and ONE_OF_ITS_OWN[script] in out.splitlines() and not err
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sizes_that_do_not_divide(module, fails):
     message = fails(*flags(tiny(module)), "--num-minibatches", 3)
     assert re.search(r"num_minibatches must divide (4|16)\b", message)
