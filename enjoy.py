@@ -1,7 +1,12 @@
-"""Play the policies of a run: returns of new full episodes, and a video.
+"""Play the policies of a run: their returns in new full episodes, and a video.
 
     python enjoy.py runs/my_run                   # the absolute metric, written to summary.json
     python enjoy.py runs/my_run --episodes 100 --checkpoint last --greedy --video out.gif
+    python enjoy.py runs/my_run --json > out.json # the same numbers, to be read by a program
+
+All seeds play, each --episodes times. Printed are the mean return and length with its 95 %
+interval, the median, the least and the greatest; also for each agent of a team, and for each
+episode of a trial. In Python, load_policy(run_dir) is the policy as a function.
 
 The absolute metric is the return of the best parameters over ten times as many new episodes as an
 evaluation has by default (Gorsane et al. 2022, arXiv 2209.10485): 1280 for each seed. Choosing the
@@ -9,11 +14,12 @@ best of several evaluations makes their own returns too high. It is written if a
 best parameters at least 1280 episodes each, with actions chosen as in the run.
 
 The program is the source in the run folder: it plays what was trained, after the script has
-changed, too. Loading it runs it, so play only runs that you trust.
+changed, moved or gone, too. Loading it runs it, so play only runs that you trust.
 
 Videos: .gif and .mp4 of gymnax, xminigrid, Brax and the environments of ippo.py (rings; MPE,
 coin_game, overcooked and SMAX of JaxMARL), .html of Brax (its viewer, which loads code from the
-internet). A video shows every state of an episode, the final one included.
+internet). A video shows every state of an episode. A .gif holds the final one for a second. In a
+trial of ppo_meta.py, tiles that pay have a golden frame.
 """
 
 import argparse
@@ -33,7 +39,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import flax.serialization
-import imageio.v3
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,10 +47,13 @@ from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent
 PAPER, INK, GRAY, RED, BLUE = "#f7f5f0", "#2b2d42", "#b8b5ad", "#e4572e", "#3d6cb9"
+GOLD = "#ffc300"
 PLANES = "#f4f1de #ffd166 #8d99ae #ef6f6c #4ecdc4 #c77dff #90be6d #f9a03f #577590 #ff99c8".split()
 SIZE = (480, 320)  # of drawings; ffmpeg wants multiples of 16
 EPISODES = 1280  # of the absolute metric
 FPS = {"CartPole-v1": 50, "Pendulum-v1": 20}  # real time
+FFMPEG = ("imageio", "imageio_ffmpeg")  # packages that write .mp4
+HOLD = 1000  # ms that a .gif holds the end of an episode
 
 
 class RunError(Exception):
@@ -116,29 +124,58 @@ def get_parts(module: ModuleType, config) -> tuple[Callable, dict[str, Any]]:
     return play_episode, inspect.getclosurevars(play_episode).nonlocals
 
 
-def get_episode(module: ModuleType, config) -> Callable:
-    """(params, key) -> return of a full episode as the script's evaluation plays it.
+class Played(NamedTuple):
+    """Full episodes, or trials."""
 
-    The sum over the agents of ippo.py, and over the episodes of a trial of ppo_meta.py.
-    """
+    # K: agents of ippo.py, episodes of a trial of ppo_meta.py, otherwise 1.
+    returns: jax.Array  # [..., K]
+    length: jax.Array  # [...]
+
+
+def get_play(module: ModuleType, config) -> Callable:
+    """(params, key) -> Played, of an episode or trial as the script's evaluation plays it."""
     play_episode, _ = get_parts(module, config)
 
-    def episode(params, key):
+    def play_one(params, key):
         runner = play_episode(params, key)
-        is_trial = hasattr(runner, "trial_return")
-        return (runner.trial_return if is_trial else runner.episode_return).sum()
+        if hasattr(runner, "trial_return"):
+            return Played(runner.returns, runner.trial_length)
+        return Played(jnp.atleast_1d(runner.episode_return), runner.episode_length.mean())
 
-    return episode
+    return play_one
 
 
-def load_policy(run_dir: str | Path, seed_index: int = 0, greedy: bool = False) -> Callable:
-    """act(obs, key, first=False) -> action of the best parameters, for use anywhere.
+def get_episode(module: ModuleType, config) -> Callable:
+    """(params, key) -> return of an episode: the sum over agents, or over a trial."""
+    play_one = get_play(module, config)
+    return lambda params, key: play_one(params, key).returns.sum()
 
-    Observation and action are those of `step` in the script's make_env. A policy with memory
-    remembers the calls before; `first` starts an episode (of ppo_meta.py: a trial). Raises
-    RunError.
+
+def load_policy(
+    run_dir: str | Path,
+    seed_index: int = 0,
+    greedy: bool | None = None,
+    checkpoint: str = "best",
+) -> Callable:
+    """The policy of a run as a function of NumPy arrays, for any program.
+
+    seed_index: which of the run's agents, from 0. greedy: take the likeliest action instead of a
+    sample; by default as in the run's evaluations. checkpoint: "best" parameters by evaluation, or
+    the "last". Raises RunError.
+
+    Returns act(obs, key=None, first=False) -> action.
+
+    obs: what `reset` and `step` in the script's make_env return, without a leading axis. Where
+    that is a NamedTuple (ppo_rnn.py, ppo_meta.py, ippo.py), a dictionary of its fields will do. It
+    holds all agents of ippo.py, [K, ...], and so does the action.
+    key: of jax.random, for the sample. Without it, act draws its own, from seed 0.
+    first: this obs is the first of an episode (of ppo_meta.py: of a trial), so a policy with
+    memory forgets the calls before.
+    action: what `step` takes; continuous actions are in [-1, 1] (ippo.py: clip them).
+    act raises ValueError if obs has other shapes than in the run.
     """
-    module, config, params = load_run(Path(run_dir), "best", seed_index)
+    module, config, params = load_run(Path(run_dir), checkpoint, seed_index)
+    greedy = config.eval_greedy if greedy is None else greedy
     make_env, actions = module.make_env, []
 
     def zeros(function, *args):
@@ -163,27 +200,38 @@ def load_policy(run_dir: str | Path, seed_index: int = 0, greedy: bool = False) 
         start = partial(module.start_episode, parts["env_reset"])
         policy = partial(module.act, parts["network"], parts["env_step"])
     runner = start(jax.random.PRNGKey(0))
+    expected, structure = jax.tree.flatten(runner.obs)
 
     @jax.jit
-    def step(runner, obs, key, first):
-        runner = runner._replace(obs=obs, key=key, done=jnp.zeros_like(runner.done) | first)
+    def step(runner, obs, first):
+        runner = runner._replace(obs=obs, done=jnp.zeros_like(runner.done) | first)
         runner, _ = policy(params, runner, greedy)
         return runner, actions.pop()
 
-    def act(obs, key, first=False):
+    def act(obs, key=None, first=False):
         nonlocal runner
-        runner, action = step(runner, obs, key, first)
-        return action
+        if isinstance(obs, dict):
+            obs = type(runner.obs)(**obs)
+        is_array = jax.tree_util.treedef_is_leaf(structure)  # then obs may be a list of numbers
+        leaves = [obs] if is_array else jax.tree.leaves(obs)
+        shapes, in_run = ([list(np.shape(x)) for x in tree] for tree in (leaves, expected))
+        if shapes != in_run:
+            raise ValueError(f"the observation has shapes {shapes}, in the run {in_run}")
+        leaves = [np.asarray(x, y.dtype) for x, y in zip(leaves, expected, strict=True)]
+        if key is not None:
+            runner = runner._replace(key=key)
+        runner, action = step(runner, structure.unflatten(leaves), first)
+        return np.asarray(action)
 
     return act
 
 
-def play(module: ModuleType, config, params: Any, keys: jax.Array) -> np.ndarray:
-    """Returns [S, E] of an episode for each key [S, E], all seeds in one program."""
-    episode = get_episode(module, config)
+def play(module: ModuleType, config, params: Any, keys: jax.Array) -> Played:
+    """Episodes of NumPy arrays [S, E, ...], one for each key [S, E], all seeds in one program."""
+    play_one = get_play(module, config)
     # Not a vmap over seeds: nobody waits for the longest episode of another seed.
-    seed = lambda x: jax.vmap(episode, (None, 0))(*x)
-    return np.asarray(jax.jit(lambda *x: jax.lax.map(seed, x))(params, keys))
+    seed = lambda x: jax.vmap(play_one, (None, 0))(*x)
+    return jax.tree.map(np.asarray, jax.jit(lambda *x: jax.lax.map(seed, x))(params, keys))
 
 
 class Step(NamedTuple):
@@ -195,8 +243,8 @@ class Step(NamedTuple):
     reward: jax.Array  # of many agents [K]
 
 
-def record(module: ModuleType, config, params, key) -> list[Step]:
-    """Play one episode, or one trial of ppo_meta.py."""
+def make_recorder(module: ModuleType, config) -> Callable:
+    """(params, key) -> the Steps of one episode, or one trial of ppo_meta.py."""
     steps, make_env = [], module.make_env
 
     def make_recorded_env(config):
@@ -212,12 +260,22 @@ def record(module: ModuleType, config, params, key) -> list[Step]:
 
     try:
         module.make_env = make_recorded_env
-        episode_return = get_episode(module, config)
+        episode = jax.jit(get_episode(module, config))
     finally:
         module.make_env = make_env
-    jax.block_until_ready(jax.jit(episode_return)(params, key))
-    jax.effects_barrier()
-    return jax.tree.map(np.asarray, steps)
+
+    def record_one(params, key) -> list[Step]:
+        steps.clear()
+        jax.block_until_ready(episode(params, key))
+        jax.effects_barrier()
+        return jax.tree.map(np.asarray, steps)
+
+    return record_one
+
+
+def record(module: ModuleType, config, params, key) -> list[Step]:
+    """The Steps of one episode, or one trial of ppo_meta.py."""
+    return make_recorder(module, config)(params, key)
 
 
 # ----------------------------------------- video
@@ -227,19 +285,22 @@ class Viewer(NamedTuple):
     # and so gives the final state of an episode.
     advance: Callable
     fps: int
-    label: Callable = lambda state: ""  # env_state -> text below the picture
+    label: Callable = lambda state: ""  # env_state -> a second line below the picture
+    legend: str = ""  # behind the label
+    unit: str = "episode"  # what is played from start to end
+    # env_state before, env_state after a step -> whether an episode of a trial ended between them
+    ended: Callable = lambda before, after: False
 
 
 def make_viewer(config) -> Viewer:
     """Raises RunError if the environment has no picture."""
     if config.env_id.startswith("brax/"):
         return brax_viewer(config)
+    if config.env_id.startswith(("MiniGrid-", "XLand-MiniGrid-")):
+        is_trial = hasattr(config, "trial_episodes")
+        return trial_viewer(config) if is_trial else xminigrid_viewer(config)
     import gymnax
-    import xminigrid
 
-    if config.env_id in xminigrid.registered_environments():
-        viewer = xminigrid_viewer(config)
-        return trial_viewer(viewer, config) if hasattr(config, "trial_episodes") else viewer
     if config.env_id in gymnax.registered_envs or config.env_id.startswith("Catch-"):
         return gymnax_viewer(config)
     if hasattr(config, "share_parameters"):  # ippo.py
@@ -269,12 +330,17 @@ def gymnax_viewer(config) -> Viewer:
     return Viewer(draw, advance, FPS.get(config.env_id, 10 if has_planes else 30))
 
 
-def xminigrid_viewer(config) -> Viewer:
+def load_xminigrid(config) -> tuple:
     import xminigrid
-    from xminigrid.rendering.rgb_render import render
 
     env, params = xminigrid.make(config.env_id)
-    params = params.replace(**json.loads(config.env_params))
+    return env, params.replace(**json.loads(config.env_params))
+
+
+def xminigrid_viewer(config) -> Viewer:
+    from xminigrid.rendering.rgb_render import render
+
+    env, params = load_xminigrid(config)
 
     def draw(timestep):
         grid = timestep.state.grid
@@ -285,14 +351,77 @@ def xminigrid_viewer(config) -> Viewer:
     return Viewer(draw, advance, fps=6)
 
 
-def trial_viewer(viewer: Viewer, config) -> Viewer:
-    """For ppo_meta.py: which episode of the trial it is."""
-    draw = lambda state: viewer.draw(state.timestep)
-    advance = lambda key, state, action: state._replace(
-        timestep=viewer.advance(key, state.timestep, action)
+def trial_viewer(config) -> Viewer:
+    """For ppo_meta.py: which episode of the trial it is, and what pays."""
+    viewer, find_pay, found = xminigrid_viewer(config), pay_finder(config), {}
+
+    def draw(env_state):
+        timestep = env_state.timestep
+        state, agent = timestep.state, timestep.state.agent
+        task = (state.grid, agent.pocket, state.goal_encoding, state.rule_encoding, state.carry)
+        task = b"".join(np.asarray(x).tobytes() for x in jax.tree.leaves(task))
+        if task not in found:
+            found[task] = np.argwhere(find_pay(timestep))
+        image = Image.fromarray(viewer.draw(timestep))
+        tile = image.height // state.grid.shape[0]
+        pen = ImageDraw.Draw(image)
+
+        def frame(y, x, width):
+            corner = (x * tile + tile - 1, y * tile + tile - 1)
+            pen.rectangle((x * tile, y * tile, *corner), outline=GOLD, width=width)
+
+        for y, x in found[task].tolist():
+            frame(y, x, tile // 10)
+        if timestep.reward > 0:
+            frame(*np.asarray(agent.position).tolist(), tile // 5)
+        return np.asarray(image)
+
+    def label(env_state):
+        reward = float(env_state.timestep.reward)
+        paid = f"   paid {reward:.3g}" if reward > 0 else ""
+        return f"trial episode {env_state.episode + 1}/{config.trial_episodes}{paid}"
+
+    return Viewer(
+        draw,
+        lambda key, state, action: state._replace(
+            timestep=viewer.advance(key, state.timestep, action)
+        ),
+        viewer.fps,
+        label,
+        legend="   gold: pays",
+        unit="trial",
+        ended=lambda before, after: before.episode != after.episode,
     )
-    label = lambda state: f"   trial episode {state.episode + 1}/{config.trial_episodes}"
-    return Viewer(draw, advance, viewer.fps, label)
+
+
+def pay_finder(config) -> Callable:
+    """timestep -> [H, W], where an agent is when its next action pays, found by trying them all."""
+    from xminigrid.core.grid import check_walkable
+
+    env, params = load_xminigrid(config)
+
+    @jax.jit
+    def find(timestep):
+        state, agent = timestep.state, timestep.state.agent
+
+        def attempt(cell, direction, action):
+            there = agent.replace(position=cell, direction=direction)
+            after = env.step(
+                params, timestep.replace(state=state.replace(agent=there, step_num=0)), action
+            )
+            can_stand = check_walkable(state.grid, cell)
+            return after.state.agent.position, can_stand & (after.reward > 0)
+
+        height, width = state.grid.shape[:2]
+        cells = jnp.indices((height, width), agent.position.dtype).reshape(2, -1).T
+        directions = jnp.arange(4, dtype=agent.direction.dtype)
+        actions = jnp.arange(env.num_actions(params), dtype=jnp.int32)
+        for axes in ((None, None, 0), (None, 0, None), (0, None, None)):
+            attempt = jax.vmap(attempt, axes)
+        cell, pays = attempt(cells, directions, actions)  # [H * W, 4, actions]
+        return jnp.zeros((height, width), int).at[cell[..., 0], cell[..., 1]].max(pays)
+
+    return find
 
 
 def brax_viewer(config) -> Viewer:
@@ -500,31 +629,56 @@ DRAWINGS = {  # by what the env_id contains
 }
 
 
+class Shot(NamedTuple):
+    """A state in a video."""
+
+    env_state: Any
+    step: int
+    is_final: bool  # of an episode
+
+
+def shots_of(steps: list[Step], viewer: Viewer) -> list[Shot]:
+    """All states of an episode or trial, the final one of each episode included."""
+    advance, shots = jax.jit(viewer.advance), []
+    for i, step in enumerate(steps):
+        shots.append(Shot(step.env_state, i, is_final=False))
+        if i + 1 == len(steps) or viewer.ended(step.env_state, steps[i + 1].env_state):
+            final = advance(step.key, step.env_state, step.action)
+            shots.append(Shot(jax.tree.map(np.asarray, final), i + 1, is_final=True))
+    return shots
+
+
 def states_of(steps: list[Step], viewer: Viewer) -> list:
-    """All states of an episode, the final one included."""
-    last = steps[-1]
-    final = jax.jit(viewer.advance)(last.key, last.env_state, last.action)
-    return [*(step.env_state for step in steps), final]
+    return [shot.env_state for shot in shots_of(steps, viewer)]
 
 
-def frames_of(steps: list[Step], viewer: Viewer, number: int, every: int) -> list[Image.Image]:
-    """Captioned pictures of every `every`th state of an episode, and of the final one."""
-    states = states_of(steps, viewer)
+def frames_of(steps: list[Step], viewer: Viewer, number: int, every: int) -> list[tuple]:
+    """Captioned pictures of every `every`th state, and of final ones: (picture, is it final)."""
     returns = np.cumsum([0.0] + [step.reward.sum() for step in steps])
     font = ImageFont.load_default(16)
     frames = []
-    for i in sorted({*range(0, len(steps), every), len(steps)}):
-        picture = Image.fromarray(np.ascontiguousarray(viewer.draw(states[i])))
-        frame = Image.new("RGB", (max(picture.width, 320), picture.height + 32), PAPER)
+    for state, i, is_final in shots_of(steps, viewer):
+        if i % every and not is_final:
+            continue
+        lines = [f"{viewer.unit} {number}   step {i}   return {returns[i]:.4g}"]
+        if label := viewer.label(state):
+            lines.append(label + viewer.legend)
+        picture = Image.fromarray(np.ascontiguousarray(viewer.draw(state)))
+        size = (max(picture.width, 320), picture.height + 16 * (1 + len(lines)))
+        frame = Image.new("RGB", size, PAPER)
         frame.paste(picture, ((frame.width - picture.width) // 2, 0))
-        caption = f"episode {number}   step {i}   return {returns[i]:.4g}{viewer.label(states[i])}"
-        ImageDraw.Draw(frame).text((12, frame.height - 25), caption, fill=INK, font=font)
-        frames.append(frame)
+        for line, text in enumerate(lines):
+            place = (12, picture.height + 7 + 18 * line)
+            ImageDraw.Draw(frame).text(place, text, fill=INK, font=font)
+        frames.append((frame, is_final))
     return frames
 
 
-def write_frames(path: Path, frames: list[Image.Image], fps: float) -> None:
-    if path.suffix == ".mp4":
+def write_frames(path: Path, frames: list[tuple], fps: float) -> None:
+    frames, is_final = zip(*frames, strict=True)
+    if path.suffix == ".mp4":  # a player stays at its end
+        import imageio.v3
+
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)  # by imageio, for ffmpeg
             imageio.v3.imwrite(path, np.stack(frames), fps=fps, plugin="FFMPEG")
@@ -533,8 +687,9 @@ def write_frames(path: Path, frames: list[Image.Image], fps: float) -> None:
     sample = np.vstack(frames[:: max(1, len(frames) // 8)])
     palette = Image.fromarray(sample).quantize(64)
     frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
+    durations = [HOLD if x else 1000 / fps for x in is_final]
     first, *others = frames
-    first.save(path, save_all=True, append_images=others, duration=1000 / fps, loop=0)
+    first.save(path, save_all=True, append_images=others, duration=durations, loop=0)
 
 
 def write_html(path: Path, config, states: list) -> None:
@@ -553,8 +708,8 @@ def check_video(path: Path, env_id: str) -> None:
         raise RunError(f"{path}: a video ends in .gif, .mp4 or .html")
     if path.suffix == ".html" and not env_id.startswith("brax/"):
         raise RunError(f"{path}: only Brax has a viewer for the browser, choose .gif or .mp4")
-    if path.suffix == ".mp4" and importlib.util.find_spec("imageio_ffmpeg") is None:
-        raise RunError(f"{path} needs ffmpeg: pip install imageio-ffmpeg, or choose .gif")
+    if path.suffix == ".mp4" and not all(map(importlib.util.find_spec, FFMPEG)):
+        raise RunError(f"{path} needs ffmpeg: pip install {' '.join(FFMPEG)}, or choose .gif")
     if not path.absolute().parent.is_dir():
         raise RunError(f"{path}: {path.absolute().parent} is no folder")
 
@@ -585,32 +740,69 @@ def upload(path: Path, run_dir: Path) -> None:
 
 
 # ------------------------------------------- main
-def describe(returns: np.ndarray) -> str:
-    """Mean of [S, E] and, over several seeds, its 95% interval (Student's t)."""
-    seeds, episodes = returns.shape
-    means = returns.mean(axis=1)
-    interval = ""
-    if seeds > 1:
-        interval = f" ± {scipy.stats.t.ppf(0.975, seeds - 1) * scipy.stats.sem(means):.3g}"
-    played = f"{seeds} seed{'s' * (seeds > 1)}, {episodes} episode{'s' * (episodes > 1)} each"
-    return f"return {means.mean():.4g}{interval} ({played})"
+def summarize(values: np.ndarray) -> dict:
+    """Statistics of the returns or lengths [S, E].
+
+    The interval is that of the mean over seeds (of one seed: over its episodes), 95 % by Student's
+    t, and None for one value. Median, min and max are over all episodes of all seeds.
+    """
+    per_seed = values.mean(axis=1, dtype=float)
+    sample = per_seed if len(per_seed) > 1 else values[0]
+    mean, interval = per_seed.mean(), None
+    if sample.size > 1:
+        half = scipy.stats.t.ppf(0.975, sample.size - 1) * scipy.stats.sem(sample)
+        interval = [float(mean - half), float(mean + half)]
+    return {
+        "mean": float(mean),
+        "interval": interval,
+        "median": float(np.median(values)),
+        "min": float(values.min()),
+        "max": float(values.max()),
+        "per_seed": per_seed.tolist(),
+    }
 
 
-def write_absolute_metric(run_dir: Path, returns: np.ndarray) -> None:
+def make_report(module: ModuleType, config, played: Played) -> dict:
+    """Statistics of "return" and "length"; also by name of "agents" or "trial_episodes"."""
+    report = {"return": summarize(played.returns.sum(axis=-1))}
+    parts = np.moveaxis(played.returns, -1, 0)  # [K, S, E]
+    if hasattr(config, "trial_episodes"):
+        report["trial_episodes"] = {f"episode_{k}": summarize(x) for k, x in enumerate(parts, 1)}
+    elif len(parts) > 1:
+        _, _, names, *_ = module.make_env(config)
+        report["agents"] = {str(k): summarize(x) for k, x in zip(names, parts, strict=True)}
+    return report | {"length": summarize(played.length)}
+
+
+def make_table(report: dict) -> str:
+    rows = {"return": report["return"]}
+    for kind in ("agents", "trial_episodes"):
+        rows |= {f"  {name}": row for name, row in report.get(kind, {}).items()}
+    rows["length"] = report["length"]
+    width = max(map(len, rows))
+    lines = [" " * width + "".join(f"{x:>10}" for x in ("mean", "± 95 %", "median", "min", "max"))]
+    for name, row in rows.items():
+        half = "" if row["interval"] is None else f"{row['interval'][1] - row['mean']:.3g}"
+        rest = "".join(f"{row[x]:>10.4g}" for x in ("median", "min", "max"))
+        lines.append(f"{name:{width}}{row['mean']:>10.4g}{half:>10}{rest}")
+    return "\n".join(lines)
+
+
+def write_absolute_metric(run_dir: Path, per_seed: list[float]) -> str:
+    """Returns what was done."""
     path = run_dir / "summary.json"
     if not path.exists():
-        print(f"the run is not finished, so there is no {path} to write the absolute metric to")
-        return
-    means = returns.mean(axis=1).tolist()
-    absolute = {"absolute_return_mean": float(np.mean(means)), "absolute_return_per_seed": means}
+        return f"the run is not finished, so there is no {path} to write the absolute metric to"
+    mean = float(np.mean(per_seed))
+    absolute = {"absolute_return_mean": mean, "absolute_return_per_seed": per_seed}
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(json.loads(path.read_text()) | absolute, indent=2))
     temporary.replace(path)
-    print(f"absolute metric written to {path}")
+    return f"absolute metric written to {path}"
 
 
 def main(words: list[str] | None = None) -> np.ndarray:
-    """Returns the returns [S, episodes]. Raises RunError."""
+    """What the command line does. Returns the returns [S, episodes]. Raises RunError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -623,6 +815,7 @@ def main(words: list[str] | None = None) -> np.ndarray:
     add("--greedy", action=argparse.BooleanOptionalAction, help="default: as in the run")
     add("--seed-index", type=int, help="one of the run's seeds, from 0; default: all")
     add("--seed", type=int, default=0, help="random seed of the episodes")
+    add("--json", action="store_true", help="print one JSON object, and nothing else, to stdout")
     add("--video", type=Path, help="file to write: .gif, .mp4, or .html for Brax")
     add("--video-episodes", type=int, default=1, help="episodes in the video, all of one seed")
     add("--every", type=int, default=1, help="show every nth state, for a smaller file")
@@ -644,28 +837,53 @@ def main(words: list[str] | None = None) -> np.ndarray:
     keys = jax.random.split(key, (config.num_seeds, options.episodes))
     if seed_index is not None:
         keys, params = jax.tree.map(lambda x: x[None], (keys[seed_index], params))
-    returns = play(module, config, params, keys)
-    which = "" if seed_index is None else f" of seed {seed_index}"
-    actions = "greedy" if config.eval_greedy else "sampled"
-    print(
-        f"{module.SCRIPT} on {config.env_id}, {options.checkpoint} policy{which},"
-        f" {actions} actions: {describe(returns)}"
-    )
+    played = play(module, config, params, keys)
+    report = make_report(module, config, played)
+    seeds, episodes = played.length.shape
+    say = partial(print, file=sys.stderr) if options.json else print
+    if options.json:
+        about = {
+            "run_dir": str(options.run_dir),
+            "script": module.SCRIPT,
+            "env_id": config.env_id,
+            "checkpoint": options.checkpoint,
+            "greedy": config.eval_greedy,
+            "seeds": list(range(seeds)) if seed_index is None else [seed_index],
+            "episodes": episodes,
+        }
+        print(json.dumps(about | report, indent=2))
+    else:
+        which = f"{seeds} seed{'s' * (seeds > 1)}" if seed_index is None else f"seed {seed_index}"
+        game = "trial" if hasattr(config, "trial_episodes") else "episode"
+        print(
+            f"{module.SCRIPT} on {config.env_id}: {options.checkpoint} policy of {which},"
+            f" {episodes} {game}{'s' * (episodes > 1)} each,"
+            f" {'greedy' if config.eval_greedy else 'sampled'} actions"
+        )
+        print(make_table(report))
+        print(
+            f"± is half the 95 % interval of the mean over {'seeds' if seeds > 1 else 'episodes'}"
+        )
     if is_absolute:
-        write_absolute_metric(options.run_dir, returns)
+        say(write_absolute_metric(options.run_dir, report["return"]["per_seed"]))
     if options.video:
         first = jax.tree.map(lambda x: x[0], params)
-        episodes = [record(module, config, first, k) for k in keys[0, : options.video_episodes]]
+        record_one = make_recorder(module, config)
+        episodes = [record_one(first, key) for key in keys[0, : options.video_episodes]]
         frames = write_video(options.video, config, episodes, options.every)
-        print(f"{frames} frames written to {options.video}")
+        say(f"{frames} frames written to {options.video}")
         if config.track:
             upload(options.video, options.run_dir)
-    return returns
+    return played.returns.sum(axis=-1)
 
 
-if __name__ == "__main__":
+def cli() -> None:
     try:
         main()
     except (RunError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    cli()

@@ -32,7 +32,8 @@ HOUSE_STYLE = {
     "disco_meta": (21_000, 455),  # all of it: it imports disco.py
 }
 # What the scripts need beyond that: in all of them, Ctrl-C at any moment, environment parameters of
-# another type, eval/length, value clipping and the list of environments; ppo_rnn and ppo_meta, a loader that runs no code.
+# another type, eval/length, value clipping and the list of environments; in ppo_rnn and ppo_meta, a
+# loader that runs no code.
 OVERRUN = {
     "ppo_ff": (3_400, 70),
     "ppo_drift": (4_200, 80),
