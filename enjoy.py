@@ -788,13 +788,15 @@ def make_table(report: dict) -> str:
     return "\n".join(lines)
 
 
-def write_absolute_metric(run_dir: Path, per_seed: list[float]) -> str:
-    """Returns what was done."""
+def write_absolute_metric(run_dir: Path, per_seed: np.ndarray) -> str:
+    """Returns [S] of an episode, like eval/return, go into summary.json. Returns what was done."""
     path = run_dir / "summary.json"
     if not path.exists():
         return f"the run is not finished, so there is no {path} to write the absolute metric to"
-    mean = float(np.mean(per_seed))
-    absolute = {"absolute_return_mean": mean, "absolute_return_per_seed": per_seed}
+    absolute = {
+        "absolute_return_mean": float(per_seed.mean()),
+        "absolute_return_per_seed": per_seed.tolist(),
+    }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(json.loads(path.read_text()) | absolute, indent=2))
     temporary.replace(path)
@@ -865,7 +867,8 @@ def main(words: list[str] | None = None) -> np.ndarray:
             f"± is half the 95 % interval of the mean over {'seeds' if seeds > 1 else 'episodes'}"
         )
     if is_absolute:
-        say(write_absolute_metric(options.run_dir, report["return"]["per_seed"]))
+        per_seed = np.array(report["return"]["per_seed"])  # of a trial: the sum of its episodes
+        say(write_absolute_metric(options.run_dir, per_seed / getattr(config, "trial_episodes", 1)))
     if options.video:
         first = jax.tree.map(lambda x: x[0], params)
         record_one = make_recorder(module, config)
