@@ -462,6 +462,21 @@ def test_nothing_else_is_an_absolute_metric(words, runs, tmp_path, monkeypatch):
     assert json.loads((run / "summary.json").read_text())["absolute_return_mean"] == 0
 
 
+@pytest.mark.parametrize(("script", "of_parts"), [("ippo", np.sum), ("ppo_meta", np.mean)])
+def test_the_absolute_metric_is_of_the_kind_of_an_evaluation(
+    script, of_parts, runs, many_agents, tmp_path, monkeypatch
+):
+    """The sum over agents, the mean over the episodes of a trial."""
+    run = shutil.copytree(many_agents if script == "ippo" else runs(script), tmp_path / "run")
+    parts = np.random.default_rng(0).normal(size=(2, 1280, 3 if script == "ippo" else 4))
+    monkeypatch.setattr(enjoy, "play", lambda *_: enjoy.Played(parts, parts[..., 0]))
+    enjoy.main([str(run)])
+    expected = of_parts(parts, axis=-1).mean(axis=1)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["absolute_return_per_seed"] == pytest.approx(expected.tolist())
+    assert summary["absolute_return_mean"] == pytest.approx(expected.mean())
+
+
 def test_an_unfinished_run_has_no_absolute_metric(runs, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(enjoy, "play", play_nothing)
     run = shutil.copytree(runs("ppo_ff"), tmp_path / "run")
