@@ -489,7 +489,7 @@ def test_the_dead_of_smax_stay_active(use):
 
 def test_an_environment_whose_clock_is_unknown_is_an_error(use):
     use(Toy(3))
-    with pytest.raises(ippo.ConfigError, match="add other to TIME_LIMIT"):
+    with pytest.raises(ippo.ConfigError, match="TIME_LIMIT in ippo.py has no other"):
         ippo.make_env(small(env_id="other_toy"))
 
 
