@@ -868,32 +868,32 @@ def test_a_wrong_input_says_what_to_change(changes, message):
     assert "\n" not in str(error.value)
 
 
-EIGHT_DEVICES = """
+ON_EIGHT_DEVICES = {  # options: shapes of actions, observations and returns
+    "{}": "(2, 1, 29, 512) (2, 1, 1, 64) (2, 1, 100)",
+    '{"num_envs": 6, "replay_size": 12, "replay_batch": 6}': "(6, 1, 29, 2) (6, 1, 1, 64)",
+    '{"num_envs": 8}': "(8, 1, 29, 128) (8, 1, 1, 64)",
+    '{"num_envs": 3, "replay_size": 7, "replay_batch": 5}': "(1, 1, 29, 7) (1, 1, 3, 64)",
+}
+EIGHT_DEVICES = f"""
 import disco, jax
-init, train, *_ = disco.make_train(disco.Config(weights="random", **%s))
 assert jax.device_count() == 8
-keys = jax.eval_shape(lambda: jax.random.split(jax.random.PRNGKey(0), 8))
-state = jax.eval_shape(init, keys)
-_, metrics = jax.eval_shape(train, state)
-print(state.replay.action.shape, state.runners.obs.shape, metrics["eval/return"].shape)
+for changes in ({", ".join(ON_EIGHT_DEVICES)}):
+    init, train, *_ = disco.make_train(disco.Config(weights="random", **changes))
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.PRNGKey(0), 8))
+    state = jax.eval_shape(init, keys)
+    _, metrics = jax.eval_shape(train, state)
+    print(state.replay.action.shape, state.runners.obs.shape, metrics["eval/return"].shape)
 """
 
 
 @pytest.mark.usefixtures("single")
-@pytest.mark.parametrize(
-    ("changes", "shapes"),
-    [
-        ({}, "(2, 1, 29, 512) (2, 1, 1, 64) (2, 1, 100)"),
-        ({"num_envs": 6, "replay_size": 12, "replay_batch": 6}, "(6, 1, 29, 2) (6, 1, 1, 64)"),
-        ({"num_envs": 8}, "(8, 1, 29, 128) (8, 1, 1, 64)"),
-        ({"num_envs": 3, "replay_size": 7, "replay_batch": 5}, "(1, 1, 29, 7) (1, 1, 3, 64)"),
-    ],
-    ids=str,
-)
-def test_as_many_devices_as_divide_the_environments(changes, shapes):
-    command = [sys.executable, "-W", "ignore", "-c", EIGHT_DEVICES % changes]
+def test_as_many_devices_as_divide_the_environments():
+    command = [sys.executable, "-W", "ignore", "-c", EIGHT_DEVICES]
     result = subprocess.run(command, cwd=ROOT, env=with_devices(8), capture_output=True, text=True)
-    assert result.stdout.startswith(shapes), result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(ON_EIGHT_DEVICES), result.stderr
+    for line, shapes in zip(lines, ON_EIGHT_DEVICES.values(), strict=True):
+        assert line.startswith(shapes)
 
 
 # ------------------------------------------------------------------------------------- whole runs
