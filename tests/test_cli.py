@@ -841,6 +841,17 @@ def test_environments_that_do_not_divide_by_devices(module, fails, monkeypatch):
     assert "num_envs must be a multiple of 3, the number of devices" in message
 
 
+def test_sizes_of_a_rollout_stay_when_a_run_is_continued(module, base, tmp_path):
+    """Also where their product, and so every row's env_steps, would be the same."""
+    folder = shutil.copytree(base.path, tmp_path / "run")
+    before = content(folder)
+    config = base.config
+    sizes = ["--num-envs", 2 * config.num_envs, "--num-steps", config.num_steps // 2]
+    code, _, err = run(module, "--run-dir", folder, *sizes)
+    assert code == 2 and "num_envs and num_steps must stay the same" in err
+    assert content(folder) == before
+
+
 @pytest.mark.parametrize("seed", [2**32, 2**32 + 1, -1])
 def test_a_seed_that_would_be_that_of_another_run(module, fails, seed):
     assert str(seed) in fails("--seed", seed)
