@@ -2,13 +2,16 @@
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
 population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
-gradient of the agents' later returns, back through the agents' updates. One meta step:
+gradient of the updated agents' returns, back through the agents' updates. One meta step:
 
     rollouts   each agent plays K rollouts and one for validation, before any update
     updates    K times: one step of the agent (disco.learn) and one of its critic
     meta-loss  policy gradient of the updated agent on the validation rollout, with the critic's
                advantages, plus entropy bonuses and target regularizers
     meta step  differentiate through the K updates, average over agents; one step of Adam
+
+The validation rollout was played before the updates, so it is off-policy for the updated agent: the
+clipped ratios of V-trace correct for that.
 
 Deviations from the notebook: the critic credits a reward to the action that earned it (the
 notebook's is one step off); an agent is replaced by a new one after `lifetime` meta steps.
@@ -80,16 +83,16 @@ class Config:
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per agent, over all devices
     # Algorithm
-    num_meta_steps: int = 1500  # updates of the meta-network, approximately
+    num_meta_steps: int = 1500  # updates of the meta-network, in multiples of num_evals
     num_steps: int = 17  # rollout length of an inner update
     valid_steps: int = 17  # rollout length for validation
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
     num_agents: int = 4  # population size
     lifetime: int = 600  # meta steps until an agent is replaced by a new one; 0: never
-    inner_updates: int = 2  # updates of an agent per meta step
+    inner_updates: int = 2  # K: updates of an agent per meta step
     critic_lr: float = 1e-3  # Adam learning rate of the critics
-    critic_gamma: float = 0.99  # discount factor of the critics
+    critic_gamma: float = 0.99  # discount factor of the critics, hence of the meta-objective
     critic_lambda: float = 0.96  # trace decay of the critics
     hidden_size: int = 128  # width of an agent's first layer
     feature_size: int = 128  # width of the second layer, which all outputs read
@@ -101,12 +104,12 @@ class Config:
     trace_lambda: float = 0.95  # trace decay of Retrace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages (critics' too)
     target_decay: float = 0.9  # decay of the target network
-    ent_coef: float = 0.0  # coefficient of the entropy bonus
+    ent_coef: float = 0.0  # entropy bonus in the agents' own loss
     vf_coef: float = 0.2  # value loss coefficient
     # Run
     seed: int = 0  # random seed
     num_evals: int = 150  # evaluations of all agents, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and agent
+    eval_episodes: int = 128  # full episodes per evaluation and agent, with sampled actions
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
 
     # Read by functions of disco.py; not options here.
@@ -159,7 +162,10 @@ class Critic(nn.Module):
 
 
 def critic_advantage(critic, logits, batch: disco.Transition, config: Config):
-    """Squashed value [L, N] and V-trace advantage [T, N] under the policy of `logits`."""
+    """Squashed value [L, N] and V-trace advantage [T, N] under the policy of `logits`.
+
+    Neither carries a gradient.
+    """
     squashed = Critic().apply(critic, batch.obs)
     value = disco.unsquash(squashed)
     ratio = disco.clipped_ratio(logits, batch)  # [T, N]
@@ -183,12 +189,12 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """As in disco.py, but no meta-gradient passes Adam's denominator, as in the notebook."""
+    """As in disco.py, but Adam's denominator is a constant for the meta-gradient (the notebook)."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
-        _, state = adam.update(grads, state)
-        # Adam's step again, from its new moments; 0.9, 0.999 and 1e-8 are its defaults.
+        _, state = adam.update(grads, state)  # for the new moments
+        # Adam's step, from these moments; 0.9, 0.999 and 1e-8 are its defaults.
         mean = optax.tree.bias_correction(state.mu, 0.9, state.count)
         square = optax.tree.bias_correction(state.nu, 0.999, state.count)
         divide = lambda m, v: m / (jnp.sqrt(jax.lax.stop_gradient(v)) + 1e-8)
@@ -198,15 +204,18 @@ def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation
     return optax.chain(scaling, optax.clip(max_update), optax.scale(-lr))
 
 
-def regularizer(targets: disco.AgentOutput, target_logits):
-    """Keeps mean logits of targets near 0 and the policy target near that of the target network."""
-    means = sum(x.mean() ** 2 for x in (targets.logits, targets.y, targets.z))
-    target_logits = jax.lax.stop_gradient(target_logits)
-    return 1e-3 * means + 1e-2 * disco.kl_divergence(target_logits, targets.logits).mean()
+def regularizer(targets: disco.AgentOutput, target_network_logits):
+    """Keeps targets centered at 0, and the policy target near the target network's policy."""
+    offset = sum(x.mean() ** 2 for x in (targets.logits, targets.y, targets.z))
+    policy = jax.lax.stop_gradient(target_network_logits)
+    return 1e-3 * offset + 1e-2 * disco.kl_divergence(policy, targets.logits).mean()
 
 
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
-    """One step of the critic, toward its squashed value + V-trace advantage / moving std."""
+    """One step of the critic, toward its squashed value + V-trace advantage / moving std.
+
+    The sum mixes units, as in the notebook. Only its fixed point matters: an advantage of zero.
+    """
     squashed, advantage = critic_advantage(agent.critic, logits, batch, config)
     moments = agent.moments.add(advantage, config.ema_decay)
     _, std = moments.mean_and_std()
@@ -225,12 +234,12 @@ def inner_update(meta_net, agent: AgentState, batch: disco.Transition, network, 
 
     Returns agent, (regularizer, metrics).
     """
-    logits = network.apply(agent.params, batch.obs).logits
-    target_logits = network.apply(agent.target_params, batch.obs).logits[:-1]
+    logits = network.apply(agent.params, batch.obs).logits  # before the update
+    target_network_logits = network.apply(agent.target_params, batch.obs).logits[:-1]
     optimizer = make_optimizer(config.lr, config.max_update)
     agent, targets, metrics = disco.learn(meta_net, agent, batch, network, optimizer, config)
     agent = update_critic(agent, logits, batch, config)
-    return agent, (regularizer(targets, target_logits), metrics)
+    return agent, (regularizer(targets, target_network_logits), metrics)
 
 
 # -------------------------------------- meta-loss
@@ -247,13 +256,13 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = network.apply(agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # As in the notebook, the first steps after resets count, and these moments are not stored.
+    # As in the notebook, the first steps of episodes count here, and these moments are discarded.
     mean, std = agent.moments.add(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
     entropy = mean_entropy(output.logits[:-1])
     loss = policy_loss - 1e-2 * entropy + penalty.mean()
-    # As in the notebook, y counts on the last step, too.
+    # As in the notebook, y includes the last step and z does not.
     loss -= 1e-3 * (mean_entropy(output.y) + mean_entropy(output.z[:-1]))
     metrics = jax.tree.map(jnp.mean, metrics)
     metrics |= {"meta/loss": loss, "meta/policy": policy_loss, "meta/entropy": entropy}
@@ -269,7 +278,7 @@ class TrainState(NamedTuple):
     agents: AgentState  # [P]
     runners: disco.RunnerState  # [P, N]
     update: jax.Array  # meta steps done
-    eval_return: jax.Array  # [P] of the latest evaluation
+    eval_return: jax.Array  # [P] of the latest evaluation; agents differ in age
 
 
 def make_train(config: Config):
@@ -309,23 +318,23 @@ def make_train(config: Config):
             meta=meta,
             critic=critic,
             critic_opt_state=make_optimizer(config.critic_lr, config.max_update).init(critic),
-            moments=meta.moments,  # also zeros
+            moments=meta.moments,  # empty as well
         )
         return agent, runners
 
     def update(state: TrainState, _):
         """One meta step."""
 
-        def replace_if_old(agent, runners, age):
+        def replace_if_due(agent, runners, age):
             key, init_key = jax.random.split(agent.key)
             kept = (agent._replace(key=key), runners)
             return optax.tree.where(age == 0, init_agent(init_key), kept)
 
         agents, runners = state.agents, state.runners
-        if config.lifetime:  # staggered: all but agent 0 start within a lifetime
+        if config.lifetime:  # staggered: the first life of agent i is shorter by i / P lifetimes
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
             ages = (ages + state.update) % config.lifetime
-            agents, runners = jax.vmap(replace_if_old)(agents, runners, ages)
+            agents, runners = jax.vmap(replace_if_due)(agents, runners, ages)
 
         def play(params, runners, num_steps):
             act_once = lambda runners, _: act_all(params, runners)
@@ -348,7 +357,7 @@ def make_train(config: Config):
             return losses.mean(), agents_and_metrics
 
         grads, (agents, metrics) = jax.grad(population_loss, has_aux=True)(state.meta_net)
-        grads, metrics = pmean((grads, metrics))
+        grads, metrics = pmean((grads, metrics))  # the agents' own steps average over devices, too
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
         episodes = psum(valid.done.sum((1, 2)))  # [P] of validation; if zero, means are NaN
         metrics |= {
@@ -461,7 +470,7 @@ def main(config: Config) -> dict:
             first = 1 + updates_done + call * config.updates_per_eval
             append_rows(table, config, first, metrics)
             write(run_dir / "weights.npz", weights_file(first_device(host_state.meta_net)))
-            # Last: a checkpoint never lacks the other files.
+            # Written last: the other files are never older than the checkpoint.
             save(run_dir / "checkpoint.msgpack", host_state)
             bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
             bar.update(call_steps)
