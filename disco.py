@@ -5,14 +5,13 @@ hand-written policy loss: it emits targets for the policy and for two prediction
 meaning was discovered as well; q predicts returns. One update:
 
     rollout      N environments play L steps; the replay keeps the last C trajectories
-    batch        draw B trajectories from the replay
+    batch        draw B trajectories from the replay, once it holds as many
     values       returns = Retrace(q of the target network)
     rule         policy', y', z' = meta_network(outputs, rewards, advantages, past updates)
     loss         KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
-                 + 0.2 cross_entropy(returns, q), reduced by one step of Adam
-
-As in the original code, a time limit counts as a termination, and the first step after a reset has
-no loss. `--rule` offers two baselines.
+                 + 0.2 cross_entropy(returns, q), then one step of Adam
+As in the authors' code, a time limit counts as a termination, and the first step after a reset has
+no loss (there it is the reset itself). `--rule` offers two baselines.
 Axes: L = T + 1 steps, of which T have a successor; A actions, D devices, S seeds; N, B, C per
 device.
 
@@ -83,6 +82,9 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Reinforcement learning with the discovered update rule Disco103."""
@@ -142,7 +144,7 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment; `obs` is a vector. `next_obs` is what the action led to. When
+    Both handle a single environment; `obs` is a vector. `next_obs` is that after the action. When
     an episode ends, `step` resets the environment: `obs` is then the first observation of the next
     episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
     evaluations never do. This script reads neither next_obs nor the difference between the two
@@ -154,8 +156,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if not catch and config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
+        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
+        nearest = " or ".join(nearest)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     sizes = {"rows": int(catch[1]), "columns": int(catch[2])} if catch else {}
     env, default = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
     try:
@@ -173,7 +176,8 @@ def make_env(config: Config):
     def encode(obs):
         if is_image:
             return obs.ravel().astype(bool)  # gymnax images are binary
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # else discrete
+        # A discrete observation has no shape.
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -605,9 +609,12 @@ def backward_lstm(linear: Linear, step_features, done):
     return hidden
 
 
-def embed_update(meta_net: MetaNetwork, step_features, hidden, target_y):
-    """Embedding of an update: the mean over its batch and the devices, [16]."""
-    y = meta_net.lifetime_embeddings.embed_y(target_y)[..., None]
+def embed_update(meta_net: MetaNetwork, step_features, hidden, new_y):
+    """Embedding of an update: the mean over its batch and the devices, [16].
+
+    `new_y` is the target that the rule emits, not that of the target network.
+    """
+    y = meta_net.lifetime_embeddings.embed_y(new_y)[..., None]
     x = jnp.concatenate([step_features, meta_net.summary(hidden), y], axis=-1)  # [T, B, 29]
     return pmean(meta_net.lifetime_input(x).mean(axis=(0, 1)))
 
@@ -644,7 +651,8 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     if config.rule == "actor_critic":
         value = expected_return(online.value)  # [T + 1, B]
         return *vtrace(*steps, value, ratio, config.gamma, config.trace_lambda), meta
-    # With a value of 0, both are the return, weighted by the ratio.
+    # With a value of 0, both are the discounted rewards of the rest of the trajectory, weighted by
+    # the clipped ratios.
     no_value = jnp.zeros_like(batch.reward)
     weighted_return, _ = vtrace(*steps, no_value, ratio, config.gamma, trace_lambda=1.0)
     meta = meta._replace(moments=meta.moments.add(weighted_return, config.ema_decay))
@@ -671,7 +679,7 @@ def value_loss(logits, target):
 
 
 def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Config):
-    """Adds the entropy. Means of [T, B], without the first step after each reset: loss, metrics."""
+    """Adds the entropy and averages [T, B] without first steps. Returns loss, metrics."""
     losses = losses | {"policy/entropy": distrax.Categorical(output.logits[:-1]).entropy()}
     mask = ~batch.reset[:-1]
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
@@ -767,8 +775,8 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     # The most devices, equally many of each process, whose number divides these.
     sizes = (config.num_envs, config.replay_size, config.replay_batch)
@@ -824,7 +832,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(network, env_step, params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(env_reset, key))
@@ -894,7 +902,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -951,7 +959,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -962,7 +970,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -989,7 +997,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -1018,7 +1026,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -1060,7 +1068,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -1077,9 +1085,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

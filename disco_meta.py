@@ -10,9 +10,7 @@ gradient of the updated agents' returns, back through the agents' updates. One m
                advantages, plus entropy bonuses and target regularizers
     meta step  differentiate through the K updates, average over agents; one step of Adam
 
-The validation rollout was played before the updates, so it is off-policy for the updated agent: the
-clipped ratios of V-trace correct for that.
-
+V-trace corrects for the validation rollout being off-policy: it was played before the updates.
 Deviations from the notebook: the critic credits a reward to the action that earned it (the
 notebook's is one step off); an agent is replaced by a new one after `lifetime` meta steps.
 Axes: L = T + 1 steps of a rollout, of which T have a successor; K inner updates, P agents,
@@ -289,7 +287,7 @@ def make_train(config: Config):
     agent on full episodes.
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
+    envs_per_device = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if min(config.num_steps, config.valid_steps) < 2:
@@ -304,7 +302,7 @@ def make_train(config: Config):
     def init_agent(key):
         """Returns AgentState, runners [N]."""
         params_key, runner_key, key = jax.random.split(key, 3)
-        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params_key, critic_key = jax.random.split(params_key)
         params = network.init(params_key, runners.obs)
@@ -376,7 +374,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         step = lambda runner: disco.act(network, env_step, params, runner)[0]
         return jax.lax.while_loop(unfinished, step, start_episode(key))
@@ -443,7 +441,7 @@ def main(config: Config) -> dict:
     # Nothing in the folder changes until the run can start.
     run_dir.mkdir(parents=True, exist_ok=True)
     table = table or open_table(table_path, "x+")
-    # Keep the header and the rows up to the checkpoint.
+    # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
     lines = table.readlines()[: 1 + updates_done * config.num_agents] if updates_done else []
     table.seek(len("".join(lines)))
     table.truncate()
@@ -492,9 +490,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -3,7 +3,7 @@
 PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arXiv 1506.02438).
 Each agent learns from its own observation, action and reward (de Witt et al. 2020, arXiv
 2011.09533). All agents share one network, which also reads the agent's index, or each has its own.
-`eval/return` is the sum over the agents: a reward that they share counts once for each.
+`eval/return` is the sum over the agents: a shared reward counts once per agent.
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
@@ -79,12 +79,15 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Independent PPO for many agents."""
 
     # Environment
-    env_id: str = "rings"  # built in; or one of JaxMARL, e.g. overcooked/cramped_room
+    env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 50}'
     num_envs: int = 16  # parallel environments per seed, over all devices
     # Algorithm
@@ -105,7 +108,7 @@ class Config:
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    target_kl: float = 0.0  # end the actor's epochs once the KL divergence exceeds this; 0: off
+    target_kl: float = 0.0  # stop the actor after an epoch whose KL divergence exceeds this; 0: off
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
@@ -214,8 +217,9 @@ def load_env(config: Config):
             print(*known, sep="\n")
             sys.exit()
         if config.env_id not in known:
-            near = difflib.get_close_matches(config.env_id, known, cutoff=0)
-            raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(near)}?")
+            near = difflib.get_close_matches(config.env_id.lower(), known, cutoff=0)
+            near = " or ".join(near)
+            raise ConfigError(f"unknown env_id {config.env_id}: did you mean {near}? {OTHERS}")
         env = jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
         key = jax.random.PRNGKey(0)
         actions = [env.action_space(name).sample(key) for name in env.agents]
@@ -239,11 +243,11 @@ def make_env(config: Config):
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
     Both handle a single environment; all but key and env_state have a leading agent axis, [K, ...].
-    `obs` and `next_obs` are Observations, and `next_obs` is what the actions led to. An agent is
-    terminated or truncated once; from then on, it is not active and is paid 0. With the last agent
-    the episode ends, and `step` resets the environment: `obs` is then the first observation of the
-    next episode. Episodes must end, or evaluations never do. Continuous actions are clipped to
-    [-1, 1]. Raises ConfigError.
+    `obs` and `next_obs` are Observations; `next_obs` is the one that the actions led to. An agent
+    is terminated or truncated once; from then on, it is not active and is paid 0. With the last
+    agent the episode ends, and `step` resets the environment: `obs` is then the first observation
+    of the next episode. Episodes must end, or evaluations never do. Continuous actions are samples
+    of a Gaussian: `step` clips them, here to [-1, 1], and rescales them. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -354,9 +358,9 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated, truncated or not active
-    next_obs: Observation  # what the action led to, also at the end of an episode
+    next_obs: Observation  # the one that the action led to, even if it was the last
     episode_return: jax.Array  # up to and including this step
-    episode_length: jax.Array  # of the whole episode, the same for all agents
+    episode_length: jax.Array  # of all agents, also of those that are done
 
 
 class RunnerState(NamedTuple):
@@ -366,7 +370,7 @@ class RunnerState(NamedTuple):
     obs: Observation  # [K, ...]
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # so far; the step after `done` starts again
+    episode_return: jax.Array  # so far; if `done`, of the episode that ended
     episode_length: jax.Array
 
 
@@ -386,10 +390,10 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
+    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
+    # A termination stops the bootstrap. It and a truncation cut the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -436,41 +440,34 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
+    envs_per_device = config.num_envs // num_devices  # N
     env_reset, env_step, names, continuous = make_env(config)
-    num_samples = num_envs * config.num_steps * (len(names) if config.share_parameters else 1)
+    num_samples = (
+        envs_per_device * config.num_steps * (len(names) if config.share_parameters else 1)
+    )
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_samples % config.num_minibatches:
         raise ConfigError(f"num_minibatches must divide {num_samples}, the samples per device")
     network = ActorCritic(config.hidden_size, continuous)
     num_epochs = max(config.actor_epochs, config.critic_epochs)
-    gradient_steps = config.num_updates * num_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
     def schedule(value, anneal):
-        """A function of the gradient step: linear to zero, or constant."""
-        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
+        """A function of the updates done: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, config.num_updates)
 
     lr_schedule = schedule(1.0, config.anneal_lr)  # a factor
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
 
-    def adam(part, lr):
-        """Adam for one part. While learns[part] is False, neither weights nor moments change."""
-        clip = optax.clip_by_global_norm(config.max_grad_norm)
-        transform = optax.chain(clip, optax.scale_by_adam(eps=1e-5), optax.scale(lr))
-        is_learning = lambda _, learns: learns[part]
-        return optax.conditionally_mask(transform, is_learning, forward_extra_args=True)
-
-    parts = {"actor": adam("actor", config.actor_lr), "critic": adam("critic", config.critic_lr)}
-    optimizer = optax.chain(
-        optax.multi_transform(parts, {"params": {part: part for part in parts}}),
-        optax.scale_by_learning_rate(lr_schedule),
+    optimizer = optax.chain(  # for actor and critic, with a state for each
+        optax.clip_by_global_norm(config.max_grad_norm),
+        optax.scale_by_adam(eps=1e-5),
     )
     # Observations [..., K, F] -> policy, value; if parameters are not shared, they are [K, ...].
     agent_axes = Observation(features=-2, mask=-2, active=-1)
@@ -530,31 +527,42 @@ def make_train(config: Config):
         axes = 3 if config.share_parameters else 2  # a sample holds one agent, or all K
         flatten = lambda x: x.reshape(num_samples, *x.shape[axes:])  # [T * N (* K), ...]
         samples = jax.tree.map(flatten, (rollout, advantage, target))
-        gradient_step = state.opt_state[-1].count.max()  # not shared: K equal counts
-        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
+        decay, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        lr = {"actor": config.actor_lr * decay, "critic": config.critic_lr * decay}
 
         def update_minibatch(carry, minibatch):
             params, opt_state, learns = carry
             batch, advantage, target = minibatch
             # Normalize over active agents; the losses are means over all, with 0 for the others.
             active = jnp.float32(batch.obs.active)
-            weight = active / jnp.maximum(pmean(active.mean()), 1e-8)
+            share = jnp.maximum(pmean(active.mean()), 1e-8)
+            weight = active / share
             advantage = (advantage - pmean((weight * advantage).mean())) * active
             advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
             grad = jax.grad(ppo_loss, has_aux=True)
             grads, metrics = grad(params, network, batch, advantage, target, ent_coef, config)
             grads, metrics = pmean((grads, metrics))
+            metrics = jax.tree.map(lambda x: x / share, metrics)  # means over active agents
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
-            updates, opt_state = optimizer.update(grads, opt_state, learns=learns)
-            return (optax.apply_updates(params, updates), opt_state, learns), metrics
+
+            parts, opt_state = dict(params["params"]), dict(opt_state)
+            for part in parts:
+                old = (parts[part], opt_state[part])
+                updates, new_state = optimizer.update(grads["params"][part], opt_state[part])
+                updates = optax.tree.scale(-lr[part], updates)
+                new = (optax.apply_updates(parts[part], updates), new_state)
+                # Where a part has stopped, neither its weights nor its moments change.
+                parts[part], opt_state[part] = optax.tree.where(learns[part], new, old)
+            return ({"params": parts}, opt_state, learns), metrics
 
         if not config.share_parameters:  # over K: all of the carry; the samples [B, K, ...]
             update_minibatch = jax.vmap(update_minibatch, (0, 1))
 
         def update_epoch(carry, x):
             params, opt_state, actor_epochs = carry
-            epoch, rows = x
-            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+            epoch, indices = x
+            # [num_minibatches, B, ...]
+            minibatches = jax.tree.map(lambda leaf: leaf[indices], samples)
             critic_learns = jnp.full_like(actor_epochs, epoch < config.critic_epochs, dtype=bool)
             carry = (params, opt_state, {"actor": epoch < actor_epochs, "critic": critic_learns})
             (params, opt_state, _), metrics = jax.lax.scan(update_minibatch, carry, minibatches)
@@ -563,15 +571,15 @@ def make_train(config: Config):
                 actor_epochs = jnp.where(stop, jnp.minimum(actor_epochs, epoch + 1), actor_epochs)
             return (params, opt_state, actor_epochs), metrics
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
-        # depend on the rollout, so XLA:CPU can sort meanwhile.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
+        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (num_epochs, num_samples), jnp.uint32)
-        rows = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
-        # The epochs of each actor, [] or [K] like the count.
-        actor_epochs = jnp.full_like(state.opt_state[-1].count, config.actor_epochs)
+        indices = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
+        num_actors = () if config.share_parameters else len(names)
+        actor_epochs = jnp.full(num_actors, config.actor_epochs, jnp.int32)  # [] or [K]
         carry = (state.params, state.opt_state, actor_epochs)
-        xs = (jnp.arange(num_epochs, dtype=jnp.int32), rows)
+        xs = (jnp.arange(num_epochs, dtype=jnp.int32), indices)
         (params, opt_state, actor_epochs), metrics = jax.lax.scan(update_epoch, carry, xs)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         var = lambda x: x.var(where=rollout.obs.active)
@@ -584,7 +592,7 @@ def make_train(config: Config):
             "episode/length": psum((rollout.episode_length * done)[..., 0].sum()) / episodes,
             "episode/count": episodes,
             "actor/epochs": actor_epochs.mean(),
-            "optim/lr": config.actor_lr * lr_schedule(gradient_step),
+            "optim/lr": lr["actor"],
         }
         metrics |= {f"episode/return/{name}": x for name, x in zip(names, returns, strict=True)}
         state = state._replace(
@@ -597,7 +605,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -622,11 +630,11 @@ def make_train(config: Config):
 
     def init_seed(key):
         key, params_key, runner_key = jax.random.split(key, 3)
-        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         keys = jax.random.split(params_key, len(names))
         params = jax.lax.map(lambda key: network.init(key, runners.obs), keys)  # [K, ...]
-        opt_state = jax.vmap(optimizer.init)(params)
+        opt_state = {part: jax.vmap(optimizer.init)(x) for part, x in params["params"].items()}
         if config.share_parameters:  # one is enough
             params, opt_state = jax.tree.map(lambda x: x[0], (params, opt_state))
         return TrainState(
@@ -673,7 +681,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -730,7 +738,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -741,7 +749,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -768,7 +776,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -797,7 +805,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -839,7 +847,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -856,9 +864,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

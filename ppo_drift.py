@@ -76,12 +76,15 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """PPO with a choice of drift."""
 
     # Environment
-    env_id: str = "CartPole-v1"  # gymnax environment
+    env_id: str = "CartPole-v1"  # gymnax environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per seed, over all devices
     # Algorithm
@@ -135,9 +138,10 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
-    `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end, or evaluations never do.
+    Both handle a single environment. `next_obs` is the observation that the action led to. When an
+    episode ends, `step` resets the environment: `obs` is then the first observation of the next
+    episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
+    evaluations never do.
     Raises ConfigError.
     """
     names = gymnax.registered_envs
@@ -145,8 +149,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
+        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
+        nearest = " or ".join(nearest)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     env, default = gymnax.make(config.env_id)
     try:
         params = default.replace(**json.loads(config.env_params))
@@ -163,7 +168,8 @@ def make_env(config: Config):
     def encode(obs):
         if is_image:
             return obs.astype(bool)  # gymnax images are binary
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # else discrete
+        # A discrete observation has no shape.
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -224,7 +230,7 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: jax.Array  # what the action led to, also at the end of an episode
+    next_obs: jax.Array  # the observation that the action led to, even if it was the last
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
 
@@ -236,7 +242,7 @@ class RunnerState(NamedTuple):
     obs: jax.Array
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # so far; the step after `done` starts again
+    episode_return: jax.Array  # so far; if `done`, of the episode that ended
     episode_length: jax.Array
 
 
@@ -248,7 +254,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     runners: RunnerState  # [N]
     update: jax.Array  # updates so far
-    kl_coef: jax.Array  # of the KL penalty
+    kl_coef: jax.Array  # of adaptive_kl
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -257,10 +263,10 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
+    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
+    # A termination stops the bootstrap. It and a truncation cut the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -298,7 +304,7 @@ def spo_drift(ratio, advantage, eps):
 
 
 def adapt_kl_coef(kl_coef, kl, kl_target):
-    """Halves or doubles it to keep the KL near its target (arXiv 1707.06347, section 4)."""
+    """Halves or doubles kl_coef to keep the KL near its target (arXiv 1707.06347, section 4)."""
     kl_coef = jnp.where(kl < kl_target / 1.5, kl_coef / 2, kl_coef)
     kl_coef = jnp.where(kl > kl_target * 1.5, kl_coef * 2, kl_coef)
     return jnp.clip(kl_coef, 1e-4, 1e4)  # at 0 or inf it would be stuck
@@ -307,7 +313,7 @@ def adapt_kl_coef(kl_coef, kl, kl_target):
 def ppo_loss(
     params, network, batch: Transition, advantage, target, ent_coef, kl_coef, config: Config
 ):
-    """Surrogate with a drift, value loss and entropy bonus (arXiv 1707.06347, eq. 9).
+    """Surrogate minus drift, value loss and entropy bonus (after arXiv 1707.06347, eq. 9).
 
     All arrays are [B, ...]. Returns loss, metrics.
     """
@@ -350,12 +356,12 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
-    num_samples = num_envs * config.num_steps
+    envs_per_device = config.num_envs // num_devices  # N
+    num_samples = envs_per_device * config.num_steps
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_samples % config.num_minibatches:
@@ -363,20 +369,18 @@ def make_train(config: Config):
     env_reset, env_step, num_actions = make_env(config)
     obs, _ = jax.eval_shape(env_reset, jax.random.PRNGKey(0))
     network = ActorCritic(num_actions, config.hidden_size, is_image=obs.ndim == 3)
-    gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
     def schedule(value, anneal):
-        """A function of the gradient step: linear to zero, or constant."""
-        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
+        """A function of the updates done: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, config.num_updates)
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
-        optax.scale_by_learning_rate(lr_schedule),
     )
 
     def start_episode(key):
@@ -432,8 +436,8 @@ def make_train(config: Config):
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         flatten = lambda x: x.reshape(num_samples, *x.shape[2:])  # [T * N, ...]
         samples = jax.tree.map(flatten, (rollout, advantage, target))
-        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
-        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
+        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        kl_coef = state.kl_coef if config.drift == "adaptive_kl" else jnp.float32(config.kl_coef)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -442,27 +446,29 @@ def make_train(config: Config):
             advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
             grad = jax.grad(ppo_loss, has_aux=True)
             grads, metrics = grad(
-                params, network, batch, advantage, target, ent_coef, state.kl_coef, config
+                params, network, batch, advantage, target, ent_coef, kl_coef, config
             )
             grads, metrics = pmean((grads, metrics))
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, updates), opt_state), metrics
+            params = optax.apply_updates(params, optax.tree.scale(-lr, updates))
+            return (params, opt_state), metrics
 
-        def update_epoch(carry, rows):
-            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+        def update_epoch(carry, indices):
+            minibatches = jax.tree.map(lambda x: x[indices], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
-        # depend on the rollout, so XLA:CPU can sort meanwhile.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
+        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
-        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
+        indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
-        kl_coef = state.kl_coef
-        if config.drift == "adaptive_kl":  # a minibatch's KL is measured before its gradient step
+        if config.drift == "adaptive_kl":
+            # Section 4 takes the KL after the update. The mean over the last epoch is close to it
+            # and costs nothing.
             kl_coef = adapt_kl_coef(kl_coef, metrics["policy/kl"], config.adaptive_kl_target)
         episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
         metrics |= {
@@ -470,7 +476,7 @@ def make_train(config: Config):
             "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
             "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
             "episode/count": episodes,
-            "optim/lr": lr_schedule(gradient_step),
+            "optim/lr": lr,
         }
         state = state._replace(
             key=key,
@@ -483,7 +489,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -505,7 +511,7 @@ def make_train(config: Config):
 
     def init_seed(key):
         key, params_key, runner_key = jax.random.split(key, 3)
-        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = network.init(params_key, runners.obs)
         return TrainState(
@@ -553,7 +559,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -610,7 +616,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -621,7 +627,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -648,7 +654,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -677,7 +683,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -719,7 +725,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -736,9 +742,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

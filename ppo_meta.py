@@ -7,6 +7,7 @@ only between trials, must carry what earlier episodes taught. To PPO, a trial is
 - the end of an episode within it, by goal or time limit, is an ordinary step: it bootstraps from
   the value of the next episode's first observation, so credit flows across episodes;
 - the end of the trial is a termination: nothing bootstraps from the next trial.
+The memory crosses from rollout to rollout, the gradient does not.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
 H hidden units, V x V tiles in view, K episodes of a trial.
@@ -77,12 +78,15 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments."""
 
     # Environment
-    env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment
+    env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 200}'
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
@@ -109,7 +113,7 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # divide advantages by at least this, not to amplify noise
+    min_advantage_std: float = 0.05  # divide advantages by no less: noise stays small
     reset_memory: bool = False  # clear memory after every episode, as an ablation
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
@@ -159,7 +163,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Loads arrays in plain containers only: other pickles can run any code."""
 
     def find_class(self, module, name):
-        module = module.replace("numpy.core", "numpy._core")  # files by NumPy 1 name the former
+        module = module.replace("numpy.core", "numpy._core")  # the name in files written by NumPy 1
         modules = ("numpy", "numpy._core.multiarray", "numpy._core.numeric", "jax._src.array")
         names = ("dtype", "ndarray", "_frombuffer", "_reconstruct", "_reconstruct_array")
         if module not in modules or name not in names:
@@ -197,8 +201,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
+        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
+        nearest = " or ".join(nearest)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     env, default = xminigrid.make(config.env_id)
     try:
         params = default.replace(**json.loads(config.env_params))
@@ -350,7 +355,7 @@ class Transition(NamedTuple):
     value: jax.Array
     reward: jax.Array
     terminated: jax.Array  # ended the trial
-    done: jax.Array  # the same: no trial is cut off
+    done: jax.Array  # the same: even a trial of `trial_steps` ends by termination
     trial_return: jax.Array  # up to and including this step
     trial_length: jax.Array
     trial_episodes: jax.Array
@@ -366,7 +371,7 @@ class RunnerState(NamedTuple):
     done: jax.Array  # the previous step ended a trial
     trial_return: jax.Array
     trial_length: jax.Array
-    returns: jax.Array  # [K] of the episodes of the trial; `at` drops those beyond K
+    returns: jax.Array  # [K] of the episodes of the trial; with `trial_steps`, the first K
 
 
 class TrainState(NamedTuple):
@@ -385,10 +390,10 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
+    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
+    # A termination stops the bootstrap. It and a truncation cut the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -435,35 +440,35 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
+    envs_per_device = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
-    if num_envs % config.num_minibatches:
-        raise ConfigError(f"num_minibatches must divide {num_envs}, num_envs per device")
+    if envs_per_device % config.num_minibatches:
+        raise ConfigError(
+            f"num_minibatches must divide {envs_per_device}, the environments per device"
+        )
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config)
-    gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
     def schedule(value, anneal):
-        """A function of the gradient step: linear to zero, or constant."""
-        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
+        """A function of the updates done: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, config.num_updates)
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
-        optax.scale_by_learning_rate(lr_schedule),
     )
 
     def apply_once(params, obs, hidden, reset):
-        """The network on sequences of one step. The policy is a tree, too."""
+        """The network on sequences of one step. A distrax policy is a tree of arrays, too."""
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], network.apply(params, obs, hidden, reset))
 
@@ -526,12 +531,11 @@ def make_train(config: Config):
         next_value = jnp.concatenate([rollout.value[1:], last_value[None]])  # [T, N]
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
-        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
+        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
 
-        def update_minibatch(carry, rows):
+        def update_minibatch(carry, indices):
             params, opt_state = carry
-            batch, advantage, target = jax.tree.map(lambda x: x[:, rows], samples)  # [T, B, ...]
+            batch, advantage, target = jax.tree.map(lambda x: x[:, indices], samples)  # [T, B, ...]
             advantage -= pmean(advantage.mean())
             std = jnp.sqrt(pmean((advantage**2).mean()))
             advantage /= jnp.maximum(std, config.min_advantage_std)
@@ -540,18 +544,19 @@ def make_train(config: Config):
             grads, metrics = pmean((grads, metrics))
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, updates), opt_state), metrics
+            params = optax.apply_updates(params, optax.tree.scale(-lr, updates))
+            return (params, opt_state), metrics
 
-        def update_epoch(carry, rows):
-            return jax.lax.scan(update_minibatch, carry, rows)
+        def update_epoch(carry, indices):
+            return jax.lax.scan(update_minibatch, carry, indices)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
-        # depend on the rollout, so XLA:CPU can sort meanwhile.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
+        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
-        bits = jax.random.bits(shuffle_key, (config.update_epochs, num_envs), jnp.uint32)
-        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
+        bits = jax.random.bits(shuffle_key, (config.update_epochs, envs_per_device), jnp.uint32)
+        indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         # Of the trials that ended; if there are none, return and length are NaN.
         episodes = psum((rollout.trial_episodes * rollout.done).sum())
@@ -560,7 +565,7 @@ def make_train(config: Config):
             "episode/return": psum((rollout.trial_return * rollout.done).sum()) / episodes,
             "episode/length": psum((rollout.trial_length * rollout.done).sum()) / episodes,
             "episode/count": episodes,
-            "optim/lr": lr_schedule(gradient_step),
+            "optim/lr": lr,
         }
         state = state._replace(
             key=key,
@@ -597,7 +602,7 @@ def make_train(config: Config):
 
     def init_seed(key):
         key, params_key, runner_key = jax.random.split(key, 3)
-        runners = jax.vmap(start_trial)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_trial)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         # The N observations pass as one sequence of N steps: only the sizes of the layers matter.
         params = network.init(params_key, runners.obs, runners.hidden[0], runners.done)
@@ -645,7 +650,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -702,7 +707,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -713,7 +718,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -740,7 +745,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -769,7 +774,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -811,7 +816,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -828,9 +833,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -4,7 +4,7 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arX
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
-- rollouts store raw actions, which are clipped or squashed for the environment only;
+- rollouts store raw actions, and only the environment sees them clipped, squashed or rescaled;
 - a first rollout, without an update, initializes the statistics of the normalization;
 - the statistics of observations change only between updates, whose ratios thus start at 1;
 - the advantages of a minibatch are normalized across all devices.
@@ -74,12 +74,15 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """PPO with normalized observations and rewards."""
 
     # Environment
-    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>
+    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 16  # parallel environments per seed, over all devices
     # Algorithm
@@ -133,9 +136,10 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
-    `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end, or evaluations never do.
+    Both handle a single environment. `next_obs` is the observation that the action led to. When an
+    episode ends, `step` resets the environment: `obs` is then the first observation of the next
+    episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
+    evaluations never do.
     Continuous actions are vectors in [-1, 1]^A, with A = num_actions.
     Raises ConfigError.
     """
@@ -146,8 +150,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
+        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
+        nearest = " or ".join(nearest)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     is_brax = config.env_id.startswith("brax/")
     default = gymnax.EnvParams(max_steps_in_episode=1000)  # for Brax: only a time limit
     if not is_brax:
@@ -165,7 +170,8 @@ def make_env(config: Config):
     is_discrete = hasattr(action_space, "n")
 
     def encode(obs):
-        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)  # else discrete
+        # A discrete observation has no shape.
+        obs = obs.ravel() if obs_space.shape else jax.nn.one_hot(obs, obs_space.n)
         return obs.astype(jnp.float32)
 
     def reset(key):
@@ -316,7 +322,7 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: jax.Array  # what the action led to, also at the end of an episode
+    next_obs: jax.Array  # the observation that the action led to, even if it was the last
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
     discounted_sum: jax.Array  # of rewards up to and including this one, older ones discounted
@@ -329,7 +335,7 @@ class RunnerState(NamedTuple):
     obs: jax.Array
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # so far; the step after `done` starts again
+    episode_return: jax.Array  # so far; if `done`, of the episode that ended
     episode_length: jax.Array
     discounted_sum: jax.Array
 
@@ -351,7 +357,7 @@ class TrainState(NamedTuple):
 def scale_reward(rollout: Transition, return_stats: Moments):
     """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    Clips the result like VecNormalize: a first reward after many zeros could become hundreds.
+    Clips the result like VecNormalize: the first reward after many zeros could become hundreds.
     Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
@@ -362,10 +368,10 @@ def scale_reward(rollout: Transition, return_stats: Moments):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
+    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
+    # A termination stops the bootstrap. It and a truncation cut the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -412,12 +418,12 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
-    num_samples = num_envs * config.num_steps
+    envs_per_device = config.num_envs // num_devices  # N
+    num_samples = envs_per_device * config.num_steps
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if num_samples % config.num_minibatches:
@@ -425,20 +431,18 @@ def make_train(config: Config):
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_kind = "categorical" if is_discrete else config.policy
     network = ActorCritic(num_actions, config.hidden_size, policy_kind, config.normalize_obs)
-    gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
     def schedule(value, anneal):
-        """A function of the gradient step: linear to zero, or constant."""
-        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
+        """A function of the updates done: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, config.num_updates)
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
-        optax.scale_by_learning_rate(lr_schedule),
     )
 
     def start_episode(key):
@@ -499,8 +503,7 @@ def make_train(config: Config):
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         flatten = lambda x: x.reshape(num_samples, *x.shape[2:])  # [T * N, ...]
         samples = jax.tree.map(flatten, (rollout, advantage, target))
-        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
-        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
+        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -509,23 +512,23 @@ def make_train(config: Config):
             advantage /= jnp.sqrt(pmean((advantage**2).mean())) + 1e-8
             grad = jax.grad(ppo_loss, has_aux=True)
             grads, metrics = grad(params, network, batch, advantage, target, ent_coef, config)
-            grads, metrics = pmean((grads["params"], metrics))  # not of the statistics
+            grads, metrics = pmean((grads["params"], metrics))  # without the statistics
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
-            weights = optax.apply_updates(params["params"], updates)
+            weights = optax.apply_updates(params["params"], optax.tree.scale(-lr, updates))
             return (params | {"params": weights}, opt_state), metrics
 
-        def update_epoch(carry, rows):
-            minibatches = jax.tree.map(lambda x: x[rows], samples)  # [num_minibatches, B, ...]
+        def update_epoch(carry, indices):
+            minibatches = jax.tree.map(lambda x: x[indices], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
-        # depend on the rollout, so XLA:CPU can sort meanwhile.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
+        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
-        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
+        indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         # Only now: these statistics stay fixed in a rollout and its gradient steps.
         moments = update_moments(params["obs_stats"]["moments"], rollout.obs)
@@ -536,7 +539,7 @@ def make_train(config: Config):
             "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
             "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
             "episode/count": episodes,
-            "optim/lr": lr_schedule(gradient_step),
+            "optim/lr": lr,
         }
         state = state._replace(
             key=key,
@@ -549,7 +552,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -571,11 +574,11 @@ def make_train(config: Config):
 
     def init_seed(key):
         key, params_key, runner_key, first_key = jax.random.split(key, 4)
-        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = network.init(params_key, runners.obs)
         # A first rollout initializes the statistics, in environments of its own.
-        first_runners = jax.vmap(start_episode)(jax.random.split(first_key, num_envs))
+        first_runners = jax.vmap(start_episode)(jax.random.split(first_key, envs_per_device))
         act_all = lambda runners, _: jax.vmap(act, (None, 0))(params, runners)
         _, rollout = jax.lax.scan(act_all, first_runners, None, config.num_steps)  # [T, N]
         zero = jnp.float32(0)
@@ -627,7 +630,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -684,7 +687,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -695,7 +698,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -722,7 +725,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -751,7 +754,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -793,7 +796,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -810,9 +813,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

@@ -5,7 +5,8 @@ All seeds train and evaluate in one XLA program. What differs from most implemen
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
 - a minibatch holds whole sequences, replayed from the hidden states before their first steps;
-- the advantages of a minibatch are normalized across all devices, with a least divisor.
+- the advantages of a minibatch are normalized across all devices, and divided by
+  `--min-advantage-std` at least.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
 H hidden units, V x V tiles in view.
@@ -76,12 +77,15 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Recurrent PPO with a GRU, on XLand-MiniGrid environments."""
 
     # Environment
-    env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment
+    env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 200}'
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
@@ -106,7 +110,7 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # divide advantages by at least this, not to amplify noise
+    min_advantage_std: float = 0.05  # divide advantages by no less: noise stays small
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     # Run
@@ -151,7 +155,7 @@ class ArrayUnpickler(pickle.Unpickler):
     """Loads arrays in plain containers only: other pickles can run any code."""
 
     def find_class(self, module, name):
-        module = module.replace("numpy.core", "numpy._core")  # files by NumPy 1 name the former
+        module = module.replace("numpy.core", "numpy._core")  # the name in files written by NumPy 1
         modules = ("numpy", "numpy._core.multiarray", "numpy._core.numeric", "jax._src.array")
         names = ("dtype", "ndarray", "_frombuffer", "_reconstruct", "_reconstruct_array")
         if module not in modules or name not in names:
@@ -179,7 +183,8 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment; `obs` is an Observation. `next_obs` is what the action led to.
+    Both handle a single environment. `obs` is an Observation; if yours differ, replace that class
+    and the first layers of ActorCritic, too. `next_obs` is the observation that the action led to.
     When an episode ends, `step` resets the environment: `obs` is then the first observation of the
     next episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
     evaluations never do. Raises ConfigError.
@@ -189,8 +194,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
+        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
+        nearest = " or ".join(nearest)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     env, default = xminigrid.make(config.env_id)
     try:
         params = default.replace(**json.loads(config.env_params))
@@ -326,7 +332,9 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: Any  # what the action led to, also at the end of an episode; None in rollouts
+    next_obs: (
+        Any  # the observation that the action led to, even if it was the last; None in rollouts
+    )
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
 
@@ -339,7 +347,7 @@ class RunnerState(NamedTuple):
     hidden: jax.Array  # [H] before obs is read; if `done`, the network clears it first
     env_state: Any
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # so far; the step after `done` starts again
+    episode_return: jax.Array  # so far; if `done`, of the episode that ended
     episode_length: jax.Array
 
 
@@ -359,10 +367,10 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
+    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
+    # A termination stops the bootstrap. It and a truncation cut the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -409,35 +417,35 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
+    envs_per_device = config.num_envs // num_devices  # N
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
-    if num_envs % config.num_minibatches:
-        raise ConfigError(f"num_minibatches must divide {num_envs}, num_envs per device")
+    if envs_per_device % config.num_minibatches:
+        raise ConfigError(
+            f"num_minibatches must divide {envs_per_device}, the environments per device"
+        )
     env_reset, env_step, num_actions = make_env(config)
     network = ActorCritic(num_actions, config)
-    gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
     def schedule(value, anneal):
-        """A function of the gradient step: linear to zero, or constant."""
-        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
+        """A function of the updates done: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, config.num_updates)
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
-        optax.scale_by_learning_rate(lr_schedule),
     )
 
     def apply_once(params, obs, hidden, reset):
-        """The network on sequences of one step. The policy is a tree, too."""
+        """The network on sequences of one step. A distrax policy is a tree of arrays, too."""
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], network.apply(params, obs, hidden, reset))
 
@@ -494,8 +502,9 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # The value of the final observation, with the memory of its episode. If nothing is
-            # truncated, no pass: a sixth of the time (with one seed; vmap runs both branches).
+            # The value of the final observation, with the memory of its episode. Only where an
+            # episode was truncated: always, this pass would take a sixth of the time. (With several
+            # seeds, vmap turns cond into both branches.)
             truncated = transition.done & ~transition.terminated
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
             skip = lambda *_: transition.value  # a placeholder
@@ -510,12 +519,11 @@ def make_train(config: Config):
         next_value = jnp.where(truncated, final_value, next_value)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
-        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
+        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
 
-        def update_minibatch(carry, rows):
+        def update_minibatch(carry, indices):
             params, opt_state = carry
-            batch, advantage, target = jax.tree.map(lambda x: x[:, rows], samples)  # [T, B, ...]
+            batch, advantage, target = jax.tree.map(lambda x: x[:, indices], samples)  # [T, B, ...]
             advantage -= pmean(advantage.mean())
             std = jnp.sqrt(pmean((advantage**2).mean()))
             advantage /= jnp.maximum(std, config.min_advantage_std)
@@ -524,18 +532,19 @@ def make_train(config: Config):
             grads, metrics = pmean((grads, metrics))
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, updates), opt_state), metrics
+            params = optax.apply_updates(params, optax.tree.scale(-lr, updates))
+            return (params, opt_state), metrics
 
-        def update_epoch(carry, rows):
-            return jax.lax.scan(update_minibatch, carry, rows)
+        def update_epoch(carry, indices):
+            return jax.lax.scan(update_minibatch, carry, indices)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two). It does not
-        # depend on the rollout, so XLA:CPU can sort meanwhile.
+        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
+        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
         key, shuffle_key = jax.random.split(state.key)
-        bits = jax.random.bits(shuffle_key, (config.update_epochs, num_envs), jnp.uint32)
-        rows = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
+        bits = jax.random.bits(shuffle_key, (config.update_epochs, envs_per_device), jnp.uint32)
+        indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
-        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, rows)
+        (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
         metrics |= {
@@ -543,7 +552,7 @@ def make_train(config: Config):
             "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
             "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
             "episode/count": episodes,
-            "optim/lr": lr_schedule(gradient_step),
+            "optim/lr": lr,
         }
         state = state._replace(
             key=key,
@@ -555,7 +564,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -577,7 +586,7 @@ def make_train(config: Config):
 
     def init_seed(key):
         key, params_key, runner_key = jax.random.split(key, 3)
-        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         # The N observations pass as one sequence of N steps: only the sizes of the layers matter.
         params = network.init(params_key, runners.obs, runners.hidden[0], runners.done)
@@ -625,7 +634,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -682,7 +691,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -693,7 +702,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -720,7 +729,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -749,7 +758,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -791,7 +800,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -808,9 +817,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

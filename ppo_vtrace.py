@@ -3,13 +3,13 @@
 Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from the policy that
 collected the rollout. Here, every minibatch recomputes its advantages under the current policy and
 value function: GAE (Schulman et al. 2015, arXiv 1506.02438) with the truncated importance weights
-of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is the rollout of one environment.
-Each epoch draws segments without replacement, favoring large advantages; weights in the loss
-reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most implementations:
+of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is one environment in the
+rollout. Each epoch draws segments without replacement, favoring large advantages; weights in
+the loss reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation, with the hidden state of its episode;
-- rollouts store raw actions, which are clipped or squashed for the environment only;
-- the advantages of a minibatch are normalized across all devices; each draws its own segments.
+- rollouts store raw actions, and only the environment sees them clipped or squashed;
+- the advantages of a minibatch are normalized across all devices; segments are drawn per device.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B segments.
 
@@ -76,12 +76,15 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+
+
 @dataclasses.dataclass(frozen=True)
 class Config:
     """Recurrent PPO with V-trace advantages and prioritized segments."""
 
     # Environment
-    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>
+    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 64  # parallel environments per seed, over all devices
     hide_velocity: bool = False  # observe positions only (CartPole-v1, Pendulum-v1)
@@ -146,9 +149,10 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is what the action led to. When an episode ends,
-    `step` resets the environment: `obs` is then the first observation of the next episode, and
-    `next_obs` the final one of the episode that ended. Episodes must end, or evaluations never do.
+    Both handle a single environment. `next_obs` is the observation that the action led to. When an
+    episode ends, `step` resets the environment: `obs` is then the first observation of the next
+    episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
+    evaluations never do.
     Continuous actions are vectors in [-1, 1]^A, with A = num_actions.
     Raises ConfigError.
     """
@@ -159,8 +163,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id, names, cutoff=0)
-        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {' or '.join(nearest)}?")
+        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
+        nearest = " or ".join(nearest)
+        raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     if config.hide_velocity and config.env_id not in POSITIONS:
         raise ConfigError(f"hide_velocity works in {' and '.join(POSITIONS)} only")
     is_brax = config.env_id.startswith("brax/")
@@ -346,7 +351,7 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: jax.Array  # what the action led to, also at the end of an episode
+    next_obs: jax.Array  # the observation that the action led to, even if it was the last
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
     discounted_sum: jax.Array  # of rewards up to and including this one, older ones discounted
@@ -360,7 +365,7 @@ class RunnerState(NamedTuple):
     env_state: Any
     hidden: Any  # of actor and critic, before reading obs
     done: jax.Array  # the previous step ended an episode
-    episode_return: jax.Array  # so far; the step after `done` starts again
+    episode_return: jax.Array  # so far; if `done`, of the episode that ended
     episode_length: jax.Array
     discounted_sum: jax.Array
 
@@ -382,7 +387,7 @@ class TrainState(NamedTuple):
 def scale_reward(rollout: Transition, return_stats: Moments):
     """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    Clips the result like VecNormalize: a first reward after many zeros could become hundreds.
+    Clips the result like VecNormalize: the first reward after many zeros could become hundreds.
     Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
@@ -395,12 +400,13 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 
     All arrays are [T, ...]. value and next_value are those of obs and next_obs under the current
     value function; ratio is that of the current policy to the one that acted. With ratio 1 and caps
-    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). The advantage is target - value: it
-    contains the capped ratio, and ppo_loss multiplies by the ratio again, which V-trace does once.
-    Returns advantage, target.
+    of at least 1, this is GAE (arXiv 1506.02438, eq. 16). The advantage is target - value, as in
+    GAE, and so contains the capped ratio. ppo_loss multiplies by the ratio again: below the caps,
+    an off-policy step counts with its square. (The policy gradient of V-trace itself has a single
+    ratio.) Returns advantage, target.
     """
-    # Only a termination stops the bootstrap; any end of an episode cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: it may be NaN
+    # A termination stops the bootstrap. It and a truncation cut the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
     delta = rollout.reward + config.gamma * next_value - value
     delta *= jnp.minimum(ratio, config.rho_clip)
     decay = config.gamma * config.gae_lambda * (1 - rollout.done)
@@ -418,15 +424,15 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 def draw_segments(key, priority, count: int):
     """Draws `count` segments without replacement, in proportion to priority [N] > 0: Gumbel top-k.
 
-    Returns rows [count] in decreasing order of score, and the probability of drawing each of them,
+    Returns indices [count] in decreasing order of score, and the probability of drawing each one,
     given the best score that is left out: P(score > left_out) = 1 - exp(-priority * exp(-left_out))
     (Kool et al. 2019, arXiv 1903.06059, section 4).
     """
     score = jnp.log(priority) + jax.random.gumbel(key, priority.shape, priority.dtype)
     order = jnp.argsort(-score)
     left_out = score[order[count]] if count < len(order) else -jnp.inf
-    rows = order[:count]
-    return rows, -jnp.expm1(-priority[rows] * jnp.exp(-left_out))
+    indices = order[:count]
+    return indices, -jnp.expm1(-priority[indices] * jnp.exp(-left_out))
 
 
 def ppo_loss(
@@ -468,18 +474,18 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) do this for a single seed, under an axis "devices" of size
-    D. Map over more inside that axis: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
+    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
-    num_envs = config.num_envs // num_devices  # N
-    num_drawn = round(num_envs * config.draw_fraction)  # segments per epoch
+    envs_per_device = config.num_envs // num_devices  # N
+    num_drawn = round(envs_per_device * config.draw_fraction)  # segments per epoch
     if config.num_envs % num_devices:
         raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
-    if not 0 < num_drawn <= num_envs or num_drawn % config.num_minibatches:
+    if not 0 < num_drawn <= envs_per_device or num_drawn % config.num_minibatches:
         raise ConfigError(
-            f"draw_fraction draws {num_drawn} of {num_envs} segments per device; it must draw "
-            f"a multiple of num_minibatches = {config.num_minibatches}"
+            f"draw_fraction draws {num_drawn} of {envs_per_device} segments per device; it must "
+            f"draw a positive multiple of num_minibatches = {config.num_minibatches}, and not more"
         )
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_kind = "categorical" if is_discrete else config.policy
@@ -488,20 +494,18 @@ def make_train(config: Config):
     # An NNX module holds its parameters. Here they are a plain dictionary, for optax and the
     # checkpoint, and nnx.merge(graphdef, params) is the module.
     graphdef = nnx.graphdef(nnx.eval_shape(build, jax.random.PRNGKey(0)))
-    gradient_steps = config.num_updates * config.update_epochs * config.num_minibatches
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
     def schedule(value, anneal):
-        """A function of the gradient step: linear to zero, or constant."""
-        return optax.linear_schedule(value, 0 if anneal else value, gradient_steps)
+        """A function of the updates done: linear to zero, or constant."""
+        return optax.linear_schedule(value, 0 if anneal else value, config.num_updates)
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
-        optax.scale_by_learning_rate(lr_schedule),
     )
 
     def start_episode(key):
@@ -577,16 +581,16 @@ def make_train(config: Config):
         # These parameters acted: the ratio is 1.
         advantage, target = vtrace(state.params, rollout, state.runners.hidden)
         segments = (rollout, advantage, target)
-        priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N], of all epochs
-        gradient_step = state.opt_state[-1].count  # of scale_by_learning_rate, last in the chain
-        ent_coef = ent_schedule(gradient_step)  # constant within an update; the lr is not
-        beta = optax.linear_schedule(config.priority_beta, 1, gradient_steps)(gradient_step)
+        priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N], for all epochs
+        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        beta = optax.linear_schedule(config.priority_beta, 1, config.num_updates)(state.update)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
-            rows, weight = minibatch  # [B]
-            batch, advantage, target = jax.tree.map(lambda x: x[:, rows], segments)  # [T, B, ...]
-            hidden = jax.tree.map(lambda x: x[rows], state.runners.hidden)  # [B, H]
+            indices, weight = minibatch  # [B]
+            take = lambda x: x[:, indices]  # [T, B, ...]
+            batch, advantage, target = jax.tree.map(take, segments)
+            hidden = jax.tree.map(lambda x: x[indices], state.runners.hidden)  # [B, H]
             if config.recompute_advantages:
                 advantage, target = vtrace(params, batch, hidden)
             advantage -= pmean(advantage.mean())
@@ -598,13 +602,14 @@ def make_train(config: Config):
             grads, metrics = pmean((grads, metrics))
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
             updates, opt_state = optimizer.update(grads, opt_state)
-            return (optax.apply_updates(params, updates), opt_state), metrics
+            params = optax.apply_updates(params, optax.tree.scale(-lr, updates))
+            return (params, opt_state), metrics
 
         def update_epoch(carry, key):
-            rows, probability = draw_segments(key, priority, num_drawn)
+            indices, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
-            drawn = (rows, weight / weight.mean())
-            # The rows are sorted by score. Dealt out, no minibatch gets all large advantages.
+            drawn = (indices, weight / weight.mean())  # Schaul et al. divide by the maximum
+            # Sorted by score: dealt out in turn, so that no minibatch gets all of the high ones.
             deal = lambda x: x.reshape(-1, config.num_minibatches).T  # [num_minibatches, B]
             return jax.lax.scan(update_minibatch, carry, jax.tree.map(deal, drawn))
 
@@ -618,7 +623,7 @@ def make_train(config: Config):
             "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
             "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
             "episode/count": episodes,
-            "optim/lr": lr_schedule(gradient_step),
+            "optim/lr": lr,
         }
         state = state._replace(
             key=keys[0],
@@ -631,7 +636,7 @@ def make_train(config: Config):
         return state, metrics
 
     def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, finished ones wait."""
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
         unfinished = lambda runner: ~runner.done
         play = lambda runner: act(params, runner, config.eval_greedy)[0]
         return jax.lax.while_loop(unfinished, play, start_episode(key))
@@ -653,7 +658,7 @@ def make_train(config: Config):
 
     def init_seed(key):
         key, params_key, runner_key = jax.random.split(key, 3)
-        runners = jax.vmap(start_episode)(jax.random.split(runner_key, num_envs))
+        runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = nnx.to_pure_dict(nnx.state(build(params_key)))
         zero = jnp.float32(0)
@@ -702,7 +707,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run; without one, `fresh`, from the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -759,7 +764,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 of these characters. With the parent, as names like `seed0` recur.
+    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -770,7 +775,7 @@ def start_tracking(run_dir: Path, options: dict):
 
 
 def track(wandb_run, config: Config, first: int, metrics: dict[str, np.ndarray]):
-    """Log means over the seeds that have a value, unless Weights & Biases already has them."""
+    """Log means over the seeds that have a value. Steps that were logged before are skipped."""
     for i in range(metrics["eval/return"].shape[1]):
         env_steps = (first + i) * config.batch_size
         if env_steps >= wandb_run.step:
@@ -797,7 +802,7 @@ def main(config: Config) -> dict:
         raise ConfigError(f"{config.updates_per_eval} updates per evaluation: raise num_evals")
 
     # Every process builds the state. Process 0 loads the checkpoint, if there is one, and sends
-    # the state to the others; each keeps the part of its devices.
+    # the state to the others; each keeps the part for its devices.
     init, train, *_ = make_train(config)
     keys = jax.random.split(jax.random.PRNGKey(config.seed), jax.device_count())
     host_state = process_allgather(init(my_part(keys)), tiled=True)  # NumPy arrays [D, S, ...]
@@ -826,7 +831,7 @@ def main(config: Config) -> dict:
     if process == 0:  # nothing in the folder changes until the run can start
         run_dir.mkdir(parents=True, exist_ok=True)
         table = table or open_table(table_path, "x+")
-        # Keep the header and the rows up to the checkpoint.
+        # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
         lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
         table.seek(len("".join(lines)))
         table.truncate()
@@ -868,7 +873,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())
@@ -885,9 +890,9 @@ def main(config: Config) -> dict:
 
 
 def cli():
-    """Options that are not given come from the run in `run_dir`, if there is one."""
+    """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # and again below, with the options of the run as defaults
+        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())

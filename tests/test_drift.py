@@ -1,6 +1,7 @@
 """The drifts of ppo_drift.py, against NumPy; the rest of the script is that of ppo_ff.py."""
 
 import csv
+import dataclasses
 import math
 import types
 
@@ -146,6 +147,14 @@ def test_the_adaptive_coefficient_follows_the_kl_of_each_update(trained):
 def test_the_penalty_keeps_the_coefficient_of_the_options(trained):
     _, metrics = trained["kl_penalty"]
     assert set(metrics["policy/kl_coef"]) == {1}
+
+
+def test_the_penalty_takes_a_new_coefficient_when_a_run_is_continued(tmp_path):
+    config = tiny(module, drift="kl_penalty", num_evals=2, run_dir=str(tmp_path / "run"))
+    module.main(config)
+    module.main(dataclasses.replace(config, total_timesteps=256, num_evals=4, kl_coef=3.0))
+    rows = list(csv.DictReader(open(tmp_path / "run" / "metrics.csv")))
+    assert [float(row["policy/kl_coef"]) for row in rows] == [1.0] * 8 + [3.0] * 8
 
 
 class Killed(BaseException):

@@ -682,8 +682,7 @@ def test_actor_and_critic_have_learning_rates_of_their_own(toy, still, moves, no
 
 
 def gradient_steps(state, part):
-    resting = state.opt_state[0].inner_states[part].inner_state
-    return to_numpy(resting.inner_state[1].count)[0]
+    return to_numpy(state.opt_state[part][1].count)[0]
 
 
 # One gradient step per epoch, of one update.

@@ -344,7 +344,7 @@ def flat(tree):
 
 
 def test_steps_are_those_of_adam_with_the_learning_rate_of_the_schedule(gradient_steps):
-    """The learning rate falls with every gradient step; each is clipped by its global norm."""
+    """The learning rate falls with every update; each gradient is clipped by its global norm."""
     for run in gradient_steps:
         config, params = run["config"], run["params"]
         assert config.num_updates == 4 and len(params) == 9
@@ -353,7 +353,7 @@ def test_steps_are_those_of_adam_with_the_learning_rate_of_the_schedule(gradient
             gradient = gradient * min(1, config.max_grad_norm / np.sqrt((gradient**2).sum()))
             mean = 0.9 * mean + 0.1 * gradient
             square = 0.999 * square + 0.001 * gradient**2
-            rate = config.lr * (1 - i / 16 if config.anneal_lr else 1)
+            rate = config.lr * (1 - i // 4 / 4 if config.anneal_lr else 1)
             scale = np.sqrt(square / (1 - 0.999 ** (i + 1))) + 1e-5
             step = -rate * mean / (1 - 0.9 ** (i + 1)) / scale
             assert np.abs(step).max() > 0.1 * rate
@@ -372,7 +372,7 @@ def test_gradients_are_clipped_by_their_global_norm(gradient_steps):
 
 
 def test_learning_rate_and_entropy_bonus_decay_to_zero_if_annealed(gradient_steps):
-    """The bonus by the update; reported is the learning rate of the first gradient step."""
+    """Both by the update."""
     decay = lambda is_annealed, update: 1 - update / 4 if is_annealed else 1
     for run in gradient_steps:
         config = run["config"]

@@ -1,5 +1,6 @@
 """Runs that are killed, as processes of their own, that diverge, or that find the disk full."""
 
+import dataclasses
 import json
 import random
 import resource
@@ -239,3 +240,15 @@ def test_a_seed_that_diverges_does_not_end_the_others(tmp_path):
     assert rows[-1]["optim/grad_norm"] in ("", "nan") and rows[-2]["optim/grad_norm"] != ""
     summary = json.loads((path / "summary.json").read_text())
     assert len(summary["eval_return_per_seed"]) == 2
+
+
+def test_schedules_follow_the_updates_where_epochs_and_minibatches_change(tmp_path):
+    """Half of 8 updates, then the others with a quarter of the gradient steps."""
+    module = load_script("ppo_ff")
+    config = tiny(module, total_timesteps=64, run_dir=str(tmp_path / "run"))
+    module.main(config)
+    changes = {"total_timesteps": 128, "num_evals": 4, "update_epochs": 1, "num_minibatches": 1}
+    module.main(dataclasses.replace(config, **changes))
+    rates = [float(row["optim/lr"]) for row in read_rows(tmp_path / "run")]
+    expected = [1, 0.75, 0.5, 0.25, 0.5, 0.375, 0.25, 0.125]  # of 4 updates, then of 8
+    np.testing.assert_allclose(rates, config.lr * np.array(expected), rtol=1e-6)

@@ -18,7 +18,7 @@ ALL = (*SCRIPTS, "disco_meta")
 # Characters and lines of the part below the banner `main`, and of the rest of each script. The
 # house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
 # tracking that loses no point, seeds that diverge, and environment states of any class.
-RUN_PART = (11_500, 220)
+RUN_PART = (11_600, 220)
 HOUSE_STYLE = {
     "ppo_ff": (17_500, 415),
     "ppo_drift": (19_500, 465),
@@ -32,31 +32,31 @@ HOUSE_STYLE = {
     "disco_meta": (21_000, 455),  # all of it: it imports disco.py
 }
 # What the scripts need beyond that: in all of them, Ctrl-C at any moment, environment parameters of
-# another type, eval/length, value clipping and the list of environments; in ppo_rnn and ppo_meta, a
-# loader that runs no code.
+# another type, eval/length, value clipping, the list of environments, where to find others, and
+# comments that readers asked for; in ppo_rnn and ppo_meta, a loader that runs no code.
 OVERRUN = {
-    "ppo_ff": (3_400, 70),
-    "ppo_drift": (4_200, 80),
+    "ppo_ff": (3_500, 75),
+    "ppo_drift": (4_400, 85),
     "ppo_continuous": (4_200, 85),
     "ppo_obs_norm": (5_100, 95),
-    "ppo_rnn": (6_700, 110),
-    "ppo_meta": (5_100, 95),
-    "ppo_vtrace": (3_700, 85),
-    "ippo": (5_500, 90),
-    "disco": (5_100, 110),
-    "disco_meta": (3_200, 50),
+    "ppo_rnn": (6_900, 115),
+    "ppo_meta": (5_200, 95),
+    "ppo_vtrace": (3_800, 85),
+    "ippo": (5_600, 90),
+    "disco": (5_400, 115),
+    "disco_meta": (3_700, 60),
 }
 BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
 README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DIFFS = {  # parent, child: lines removed and added; in brackets, what HOUSE_STYLE allows
-    ("ppo_ff", "ppo_drift"): 80,
+    ("ppo_ff", "ppo_drift"): 82,  # (80) a run continued with another --kl-coef
     ("ppo_ff", "ppo_continuous"): 145,  # (140) comments that readers asked for
     ("ppo_continuous", "ppo_obs_norm"): 120,
-    ("ppo_ff", "ppo_rnn"): 320,  # (250) the loader that runs no code, and the pass at time limits
-    ("ppo_rnn", "ppo_meta"): 222,  # (200) no pass at time limits, and the network's second input
-    ("ppo_obs_norm", "ppo_vtrace"): 315,  # (300) comments that readers asked for
-    ("ppo_ff", "ippo"): 412,  # (380) comments that readers asked for
+    ("ppo_ff", "ppo_rnn"): 329,  # (250) the loader that runs no code, and the pass at time limits
+    ("ppo_rnn", "ppo_meta"): 228,  # (200) no pass at time limits, and the network's second input
+    ("ppo_obs_norm", "ppo_vtrace"): 319,  # (300) comments that readers asked for
+    ("ppo_ff", "ippo"): 424,  # (380) comments that readers asked for
 }
 SHARED = {  # each of these is byte-identical in the scripts named
     "ConfigError": SCRIPTS,
