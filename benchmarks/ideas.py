@@ -39,10 +39,10 @@ ROLLOUT = "jax.lax.scan(act_all, state.runners, None, config.num_steps"
 MINIBATCHES = "jax.lax.scan(update_minibatch, carry, minibatches"
 GATHER = [
     (
-        "minibatches = jax.tree.map(lambda x: x[rows], samples)",
+        "minibatches = jax.tree.map(lambda x: x[indices], samples)",
         "gather = lambda c, r: update_minibatch(c, jax.tree.map(lambda x: x[r], samples))",
     ),
-    (MINIBATCHES, "jax.lax.scan(gather, carry, rows"),
+    (MINIBATCHES, "jax.lax.scan(gather, carry, indices"),
 ]
 RESET_VALUE = ablations.PPO["value of the observation after the reset"]
 PASS_AT_LIMITS = [
@@ -77,8 +77,8 @@ PASS_AT_EVERY_STEP_RNN = [
 ]
 PERMUTATION = [
     (
-        "rows = jnp.argsort(bits)",
-        "rows = jax.vmap(lambda key: jax.random.permutation(key, num_samples))(bits[:, :2])",
+        "indices = jnp.argsort(bits)",
+        "indices = jax.vmap(lambda key: jax.random.permutation(key, num_samples))(bits[:, :2])",
     )
 ]
 CHECKPOINT = [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))]

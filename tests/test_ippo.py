@@ -731,10 +731,10 @@ def test_an_actor_that_has_stopped_is_measured_as_it_is(toy, no_evaluation):
 
 @pytest.mark.parametrize("part", ["actor", "critic"])
 def test_a_rest_does_not_delay_the_learning_rate(toy, no_evaluation, part):
-    """It decays with the gradient steps of the update, not with those of the part alone."""
+    """It decays with the updates, not with the gradient steps of the part."""
     epochs = {"actor_epochs": 8, "critic_epochs": 8, f"{part}_epochs": 1}
     _, after, metrics = train(small(num_minibatches=1, total_timesteps=64, **epochs))
-    assert gradient_steps(after, part) == 2 and after.opt_state[-1].count == 2 * 8
+    assert gradient_steps(after, part) == 2
     np.testing.assert_allclose(metrics["optim/lr"][0], [3e-3, 1.5e-3], rtol=1e-6)
 
 

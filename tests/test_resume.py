@@ -70,7 +70,7 @@ def compile_once(script):
         yield
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, *SIBLINGS])
+@pytest.mark.parametrize("script", ["ppo_ff", *SIBLINGS])  # the same below `main`: test_style.py
 def test_a_killed_run_ends_in_the_same_bits(script, compile_once, tmp_path):
     """At random moments, against an undisturbed run; benchmarks/storm.py kills more often."""
     signals = [signal.SIGKILL]
