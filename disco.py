@@ -47,6 +47,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
+SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
 SCRIPT = Path(FILE or "disco").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -82,7 +83,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -1032,8 +1033,8 @@ def main(config: Config) -> dict:
         table.truncate()
         summary_path.unlink(missing_ok=True)
         write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-        if FILE:
-            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        for source in map(Path, SOURCES):
+            write(run_dir / source.name, source.read_bytes())
         if wandb_run and lines:
             track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds

@@ -42,6 +42,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
+SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
 SCRIPT = Path(FILE or "disco_meta").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -448,8 +449,8 @@ def main(config: Config) -> dict:
     summary_path.unlink(missing_ok=True)
     options = {"script": SCRIPT, **vars(config)}
     write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-    if FILE:
-        write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+    for source in map(Path, SOURCES):
+        write(run_dir / source.name, source.read_bytes())
     call_steps = config.updates_per_eval * config.batch_size * config.num_agents
     first_device = lambda tree: jax.tree.map(lambda x: x[0], tree)  # the same on all devices
     style = {"unit": " steps", "unit_scale": True, "ncols": 80}

@@ -46,6 +46,8 @@ import scipy.stats
 from PIL import Image, ImageDraw, ImageFont
 
 ROOT = Path(__file__).parent
+FAMILIES = ROOT / "environments"
+sys.path.append(str(FAMILIES))  # its files import family.py
 PAPER, INK, GRAY, RED, BLUE = "#f7f5f0", "#2b2d42", "#b8b5ad", "#e4572e", "#3d6cb9"
 GOLD = "#ffc300"
 PLANES = "#f4f1de #ffd166 #8d99ae #ef6f6c #4ecdc4 #c77dff #90be6d #f9a03f #577590 #ff99c8".split()
@@ -63,7 +65,8 @@ class RunError(Exception):
 # ----------------------------------------- replay
 def load_source(run_dir: Path, script: str) -> ModuleType:
     """The source that ran, from the run folder; without one, this repository's script."""
-    path = next((x for x in (run_dir, ROOT) if (x / f"{script}.py").exists()), None)
+    folders = (run_dir, ROOT, FAMILIES)
+    path = next((x for x in folders if (x / f"{script}.py").exists()), None)
     if path is None or Path(script).name != script:
         message = f"the script {script!r} of config.json is neither in {run_dir} nor in {ROOT}"
         raise RunError(message)
@@ -71,6 +74,7 @@ def load_source(run_dir: Path, script: str) -> ModuleType:
     module = ModuleType(script)
     module.__file__ = str(path)
     exec(compile(path.read_bytes(), path, "exec"), vars(module))  # leaves no __pycache__
+    module = getattr(module, "script", module)  # a file of environments/ names the one that it runs
     if not hasattr(getattr(module, "TrainState", None), "best_params"):
         raise RunError(f"{path} trains no policy")
     return module

@@ -44,6 +44,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
+SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
 SCRIPT = Path(FILE or "ippo").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -79,7 +80,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +248,9 @@ def make_env(config: Config):
     is terminated or truncated once; from then on, it is not active and is paid 0. With the last
     agent the episode ends, and `step` resets the environment: `obs` is then the first observation
     of the next episode. Episodes must end, or evaluations never do. Continuous actions are samples
-    of a Gaussian: `step` clips them, here to [-1, 1], and rescales them. Raises ConfigError.
+    of a Gaussian: `step` clips them, here to [-1, 1], and rescales them. A seventh output of `step`
+    is optional: a dictionary of scalars, logged as env/<name> where an episode ends. Raises
+    ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -361,6 +364,7 @@ class Transition(NamedTuple):
     next_obs: Observation  # the one that the action led to, even if it was the last
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array  # of all agents, also of those that are done
+    info: dict = {}  # scalars of the environment, logged at the end of an episode
 
 
 class RunnerState(NamedTuple):
@@ -492,7 +496,7 @@ def make_train(config: Config):
         policy, value = apply_agents(params, runner.obs)  # [K]
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         outcome = env_step(step_key, runner.env_state, action)
-        obs, env_state, reward, terminated, truncated, next_obs = outcome
+        obs, env_state, reward, terminated, truncated, next_obs, *info = outcome
         transition = Transition(
             obs=runner.obs,
             action=action,
@@ -504,6 +508,7 @@ def make_train(config: Config):
             next_obs=next_obs,
             episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
             episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
+            info=info[0] if info else {},
         )
         runner = RunnerState(
             key=key,
@@ -583,18 +588,20 @@ def make_train(config: Config):
         (params, opt_state, actor_epochs), metrics = jax.lax.scan(update_epoch, carry, xs)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         var = lambda x: x.var(where=rollout.obs.active)
-        done = rollout.done.all(-1, keepdims=True)  # [T, N, 1]
-        episodes = psum(done.sum())  # if zero, return and length are NaN
-        returns = psum((rollout.episode_return * done).sum((0, 1))) / episodes  # [K]
+        done = rollout.done.all(-1)  # [T, N]
+        episodes = psum(done.sum())  # that ended; if zero, their means are NaN
+        mean = lambda x: psum(jnp.where(done, x, 0).sum((-2, -1))) / episodes
+        returns = mean(jnp.moveaxis(rollout.episode_return, -1, 0))  # [K]
         metrics |= {
             "value/explained_variance": pmean(1 - var(target - rollout.value) / var(target)),
             "episode/return": returns.sum(),
-            "episode/length": psum((rollout.episode_length * done)[..., 0].sum()) / episodes,
+            "episode/length": mean(rollout.episode_length[..., 0]),
             "episode/count": episodes,
             "actor/epochs": actor_epochs.mean(),
             "optim/lr": lr["actor"],
         }
         metrics |= {f"episode/return/{name}": x for name, x in zip(names, returns, strict=True)}
+        metrics |= {f"env/{name}": mean(x) for name, x in rollout.info.items()}
         state = state._replace(
             key=key,
             params=params,
@@ -811,8 +818,8 @@ def main(config: Config) -> dict:
         table.truncate()
         summary_path.unlink(missing_ok=True)
         write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-        if FILE:
-            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        for source in map(Path, SOURCES):
+            write(run_dir / source.name, source.read_bytes())
         if wandb_run and lines:
             track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds

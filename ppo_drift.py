@@ -41,6 +41,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
+SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
 SCRIPT = Path(FILE or "ppo_drift").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -76,7 +77,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,8 +142,8 @@ def make_env(config: Config):
     Both handle a single environment. `next_obs` is the observation that the action led to. When an
     episode ends, `step` resets the environment: `obs` is then the first observation of the next
     episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
-    evaluations never do.
-    Raises ConfigError.
+    evaluations never do. A seventh output of `step` is optional: a dictionary of scalars, logged as
+    env/<name> where an episode ends. Raises ConfigError.
     """
     names = gymnax.registered_envs
     if config.env_id == "list":
@@ -199,12 +200,19 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array):
-        """obs [..., F] or [..., H, W, C] -> policy, value [...]"""
+        """obs [..., F] or [..., H, W, C], or {"obs": such, "mask": [..., A]} -> policy, value [...]
+
+        Actions that are False in the mask are not legal, and never sampled.
+        """
+        mask = True  # all are legal
+        if isinstance(obs, dict):
+            obs, mask = obs["obs"], obs["mask"]
         if self.is_image:
             actor = critic = self.cnn(obs)
         else:
             actor, critic = self.mlp(obs), self.mlp(obs)
-        policy = distrax.Categorical(logits=dense(self.num_actions, 0.01)(actor))
+        logits = jnp.where(mask, dense(self.num_actions, 0.01)(actor), -1e9)
+        policy = distrax.Categorical(logits=logits)
         return policy, dense(1, 1.0)(critic).squeeze(-1)
 
     def mlp(self, x):
@@ -233,6 +241,7 @@ class Transition(NamedTuple):
     next_obs: jax.Array  # the observation that the action led to, even if it was the last
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
+    info: dict = {}  # scalars of the environment, logged at the end of an episode
 
 
 class RunnerState(NamedTuple):
@@ -368,7 +377,8 @@ def make_train(config: Config):
         raise ConfigError(f"num_minibatches must divide {num_samples}, the samples per device")
     env_reset, env_step, num_actions = make_env(config)
     obs, _ = jax.eval_shape(env_reset, jax.random.PRNGKey(0))
-    network = ActorCritic(num_actions, config.hidden_size, is_image=obs.ndim == 3)
+    features = obs["obs"] if isinstance(obs, dict) else obs
+    network = ActorCritic(num_actions, config.hidden_size, is_image=features.ndim == 3)
     pmean = lambda x: jax.lax.pmean(x, "devices")
     psum = lambda x: jax.lax.psum(x, "devices")
 
@@ -401,7 +411,7 @@ def make_train(config: Config):
         policy, value = network.apply(params, runner.obs)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         outcome = env_step(step_key, runner.env_state, action)
-        obs, env_state, reward, terminated, truncated, next_obs = outcome
+        obs, env_state, reward, terminated, truncated, next_obs, *info = outcome
         transition = Transition(
             obs=runner.obs,
             action=action,
@@ -414,6 +424,7 @@ def make_train(config: Config):
             next_obs=next_obs,
             episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
             episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
+            info=info[0] if info else {},
         )
         runner = RunnerState(
             key=key,
@@ -470,14 +481,16 @@ def make_train(config: Config):
             # Section 4 takes the KL after the update. The mean over the last epoch is close to it
             # and costs nothing.
             kl_coef = adapt_kl_coef(kl_coef, metrics["policy/kl"], config.adaptive_kl_target)
-        episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
+        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
-            "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
-            "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
+            "episode/return": mean(rollout.episode_return),
+            "episode/length": mean(rollout.episode_length),
             "episode/count": episodes,
             "optim/lr": lr,
         }
+        metrics |= {f"env/{name}": mean(x) for name, x in rollout.info.items()}
         state = state._replace(
             key=key,
             params=params,
@@ -689,8 +702,8 @@ def main(config: Config) -> dict:
         table.truncate()
         summary_path.unlink(missing_ok=True)
         write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-        if FILE:
-            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        for source in map(Path, SOURCES):
+            write(run_dir / source.name, source.read_bytes())
         if wandb_run and lines:
             track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds

@@ -39,6 +39,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
+SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
 SCRIPT = Path(FILE or "ppo_obs_norm").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -74,7 +75,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +140,9 @@ def make_env(config: Config):
     Both handle a single environment. `next_obs` is the observation that the action led to. When an
     episode ends, `step` resets the environment: `obs` is then the first observation of the next
     episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
-    evaluations never do.
-    Continuous actions are vectors in [-1, 1]^A, with A = num_actions.
-    Raises ConfigError.
+    evaluations never do. Continuous actions are vectors in [-1, 1]^A, with A = num_actions. A
+    seventh output of `step` is optional: a dictionary of scalars, logged as env/<name> where an
+    episode ends. Raises ConfigError.
     """
     tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
     tasks += " inverted_pendulum inverted_double_pendulum"
@@ -326,6 +327,7 @@ class Transition(NamedTuple):
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
     discounted_sum: jax.Array  # of rewards up to and including this one, older ones discounted
+    info: dict = {}  # scalars of the environment, logged at the end of an episode
 
 
 class RunnerState(NamedTuple):
@@ -465,7 +467,7 @@ def make_train(config: Config):
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         env_action = action if is_discrete else policy.to_env(action)
         outcome = env_step(step_key, runner.env_state, env_action)
-        obs, env_state, reward, terminated, truncated, next_obs = outcome
+        obs, env_state, reward, terminated, truncated, next_obs, *info = outcome
         transition = Transition(
             obs=runner.obs,
             action=action,
@@ -478,6 +480,7 @@ def make_train(config: Config):
             episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
             episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
             discounted_sum=config.gamma * jnp.where(runner.done, 0, runner.discounted_sum) + reward,
+            info=info[0] if info else {},
         )
         runner = RunnerState(
             key=key,
@@ -533,14 +536,16 @@ def make_train(config: Config):
         # Only now: these statistics stay fixed in a rollout and its gradient steps.
         moments = update_moments(params["obs_stats"]["moments"], rollout.obs)
         params = params | {"obs_stats": {"moments": moments}}
-        episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
+        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
-            "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
-            "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
+            "episode/return": mean(rollout.episode_return),
+            "episode/length": mean(rollout.episode_length),
             "episode/count": episodes,
             "optim/lr": lr,
         }
+        metrics |= {f"env/{name}": mean(x) for name, x in rollout.info.items()}
         state = state._replace(
             key=key,
             params=params,
@@ -760,8 +765,8 @@ def main(config: Config) -> dict:
         table.truncate()
         summary_path.unlink(missing_ok=True)
         write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-        if FILE:
-            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        for source in map(Path, SOURCES):
+            write(run_dir / source.name, source.read_bytes())
         if wandb_run and lines:
             track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds

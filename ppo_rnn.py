@@ -41,6 +41,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
+SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
 SCRIPT = Path(FILE or "ppo_rnn").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -77,7 +78,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-OTHERS = "Brax: ppo_continuous.py; MiniGrid: ppo_rnn.py; several agents: ippo.py"  # for messages
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,7 +188,8 @@ def make_env(config: Config):
     and the first layers of ActorCritic, too. `next_obs` is the observation that the action led to.
     When an episode ends, `step` resets the environment: `obs` is then the first observation of the
     next episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
-    evaluations never do. Raises ConfigError.
+    evaluations never do. A seventh output of `step` is optional: a dictionary of scalars, logged as
+    env/<name> where an episode ends. Raises ConfigError.
     """
     names = xminigrid.registered_environments()
     if config.env_id == "list":
@@ -337,6 +339,7 @@ class Transition(NamedTuple):
     )
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
+    info: dict = {}  # scalars of the environment, logged at the end of an episode
 
 
 class RunnerState(NamedTuple):
@@ -468,7 +471,7 @@ def make_train(config: Config):
         policy, value, hidden = apply_once(params, runner.obs, runner.hidden, runner.done)
         action = policy.mode() if greedy else policy.sample(seed=action_key)
         outcome = env_step(step_key, runner.env_state, action)
-        obs, env_state, reward, terminated, truncated, next_obs = outcome
+        obs, env_state, reward, terminated, truncated, next_obs, *info = outcome
         transition = Transition(
             obs=runner.obs,
             reset=runner.done,
@@ -482,6 +485,7 @@ def make_train(config: Config):
             next_obs=next_obs,
             episode_return=jnp.where(runner.done, 0, runner.episode_return) + reward,
             episode_length=jnp.where(runner.done, 0, runner.episode_length) + 1,
+            info=info[0] if info else {},
         )
         runner = RunnerState(
             key=key,
@@ -546,14 +550,16 @@ def make_train(config: Config):
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
-        episodes = psum(rollout.done.sum())  # if zero, return and length are NaN
+        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
-            "episode/return": psum((rollout.episode_return * rollout.done).sum()) / episodes,
-            "episode/length": psum((rollout.episode_length * rollout.done).sum()) / episodes,
+            "episode/return": mean(rollout.episode_return),
+            "episode/length": mean(rollout.episode_length),
             "episode/count": episodes,
             "optim/lr": lr,
         }
+        metrics |= {f"env/{name}": mean(x) for name, x in rollout.info.items()}
         state = state._replace(
             key=key,
             params=params,
@@ -764,8 +770,8 @@ def main(config: Config) -> dict:
         table.truncate()
         summary_path.unlink(missing_ok=True)
         write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-        if FILE:
-            write(run_dir / f"{SCRIPT}.py", Path(FILE).read_bytes())
+        for source in map(Path, SOURCES):
+            write(run_dir / source.name, source.read_bytes())
         if wandb_run and lines:
             track(wandb_run, config, 1, read_rows(lines, config.num_seeds))
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds

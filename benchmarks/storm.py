@@ -36,6 +36,7 @@ OPTIONS = {
     "ppo_meta": PPO + " --env-id MiniGrid-Empty-5x5",
     "ppo_vtrace": PPO + " --draw-fraction 1",
     "ippo": PPO + " --env-id rings",
+    "ippo_rnn": PPO + " --env-id rings",
     "disco": TRAIN + AGENT + " --env-id Catch-5x5 --replay-size 8 --replay-batch 8",
     "disco_meta": SMALL + AGENT + " --num-meta-steps {calls} --valid-steps 4 --num-agents 2",
 }
@@ -100,7 +101,7 @@ def storm(script: Path, folder: Path, kills: int, options: list[str]) -> dict:
     finish(start(script, disturbed, options))
     checkpoint, rows = read(undisturbed)
     other_checkpoint, other_rows = read(disturbed)
-    changed = CHANGED.replace("--lr", "--actor-lr") if script.stem == "ippo" else CHANGED
+    changed = CHANGED.replace("--lr", "--actor-lr") if "ippo" in script.stem else CHANGED
     changed = LONGER.get(script.stem, changed).format(calls=calls + 5, steps=64 * (calls + 5))
     finish(start(script, disturbed, [*options, *changed.split()]))
     _, more_rows = read(disturbed)

@@ -817,6 +817,7 @@ ONE_OF_ITS_OWN = {
     "ppo_rnn": "XLand-MiniGrid-R1-9x9",
     "ppo_meta": "MiniGrid-MemoryS8",
     "ippo": "HeuristicEnemySMAX/3m",
+    "ippo_rnn": "HeuristicEnemySMAX/3m",
     "disco": "Catch-8x8",
     "disco_meta": "Catch-8x8",
 }

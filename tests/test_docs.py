@@ -26,6 +26,10 @@ OWN_METRICS = {
         *("episode/return", "episode/length", "eval/return", "eval/length"),
         *("optim/grad_norm", "optim/lr"),
     },
+    "ippo_rnn": {
+        *("episode/return", "episode/length", "eval/return", "eval/length"),
+        *("optim/grad_norm", "optim/lr"),
+    },
     "disco": {
         *("loss/policy", "loss/value", "value/explained_variance"),
         *("optim/grad_norm", "optim/lr"),

@@ -20,6 +20,7 @@ from probes import look, make_player, probe_config, probes_for, start, to_numpy
 TRAINABLE = [path.stem for path in ROOT.glob("*.py") if "\ndef make_train(" in path.read_text()]
 OTHER_SIZES = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
+    "ippo_rnn": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
     "disco": {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2},
 }
 TIMES = list(range(7))  # states of Clock, with the final observation of a time limit
