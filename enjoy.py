@@ -199,6 +199,7 @@ def load_policy(
 
     module.make_env = make_outside
     _, parts = get_parts(module, config)
+    module.make_env = make_env
     start, policy = parts.get("start_episode") or parts.get("start_trial"), parts.get("act")
     if policy is None:  # disco.py, where they are functions of the module
         start = partial(module.start_episode, parts["env_reset"])
@@ -837,6 +838,8 @@ def main(words: list[str] | None = None) -> np.ndarray:
         config = dataclasses.replace(config, eval_greedy=options.greedy)
     if options.video:
         check_video(options.video, config.env_id)
+        if Path(module.FILE).stem != module.SCRIPT:  # a file of environments/
+            raise RunError(f"no video of {module.SCRIPT}, leave out --video")
         make_viewer(config)
     # `split` in the scripts never reaches this number: the keys are new.
     key = jax.random.fold_in(jax.random.PRNGKey(options.seed), 2**32 - 1)

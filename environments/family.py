@@ -49,7 +49,8 @@ def lazy(reset, share: int = 32):
 
     @restart.def_vmap
     def restart_all(size, batched, *args):
-        expand = lambda x, is_batched: x if is_batched else jnp.broadcast_to(x, (size, *x.shape))
+        whole = lambda x: jnp.broadcast_to(x, (size, *jnp.shape(x)))
+        expand = lambda x, is_batched: x if is_batched else whole(x)
         done, key, continued = jax.tree.map(expand, args, tuple(batched))
 
         def reset_some(carry):

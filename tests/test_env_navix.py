@@ -89,6 +89,10 @@ def test_two_updates(navix_envs, tmp_path, monkeypatch):
     obs, _ = reset(jax.random.PRNGKey(0))
     act = enjoy.load_policy(tmp_path / "a")
     assert {int(act(obs)) for _ in range(50)} == set(range(7))
+    words = [str(tmp_path / "a"), "--episodes", "3"]
+    assert enjoy.main(words).shape == (1, 3)
+    with pytest.raises(enjoy.RunError, match="no video of navix_envs"):
+        enjoy.main([*words, "--video", str(tmp_path / "out.gif")])
 
 
 def test_a_checkpoint_holds_no_pictures(navix_envs):

@@ -348,7 +348,10 @@ SMALL_ENV = {
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
-    """Without its last two lines it trains in a namespace that knows of no file and no argv."""
+    """Without its last two lines it trains in a namespace that knows of no file and no argv.
+
+    Most are only traced here, all the way through `train`: they train in other tests.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [])
     notebook = types.ModuleType("notebook")
@@ -363,9 +366,12 @@ def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
     known = {k: v for k, v in sizes.items() if k in notebook.Config.__dataclass_fields__}
     config = notebook.Config(**known)
     init, train, *_ = notebook.make_train(config)
-    state = init(jax.random.split(jax.random.PRNGKey(0), jax.local_device_count()))
-    state, metrics = train(state)
+    keys = jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())
+    trains = script in ("ppo_ff", "disco")
+    call = (lambda function, x: function(x)) if trains else jax.eval_shape
+    state, metrics = call(train, call(init, keys))
     shape = (jax.local_device_count(), 1, config.updates_per_eval)
     assert {value.shape for value in metrics.values()} == {shape}
-    assert state.best_params is not None and bool((state.eval_return == state.best_return).all())
+    assert state.best_params is not None
+    assert not trains or bool((state.eval_return == state.best_return).all())
     assert list(tmp_path.iterdir()) == []
