@@ -80,6 +80,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+# Where to find an environment that a script does not know.
 OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
@@ -469,7 +470,8 @@ def make_train(config: Config):
     lr_schedule = schedule(1.0, config.anneal_lr)  # a factor
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
 
-    optimizer = optax.chain(  # for actor and critic, with a state for each
+    # For actor and critic, with a state for each; update_minibatch multiplies by the learning rate.
+    optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
     )
@@ -531,7 +533,7 @@ def make_train(config: Config):
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         axes = 3 if config.share_parameters else 2  # a sample holds one agent, or all K
         flatten = lambda x: x.reshape(num_samples, *x.shape[axes:])  # [T * N (* K), ...]
-        samples = jax.tree.map(flatten, (rollout, advantage, target))
+        samples = jax.tree.map(flatten, (rollout._replace(info={}), advantage, target))
         decay, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
         lr = {"actor": config.actor_lr * decay, "critic": config.critic_lr * decay}
 
@@ -577,12 +579,12 @@ def make_train(config: Config):
             return (params, opt_state, actor_epochs), metrics
 
         # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
-        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
+        # batches). None depends on the rollout, so XLA:CPU can sort during it.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (num_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
-        num_actors = () if config.share_parameters else len(names)
-        actor_epochs = jnp.full(num_actors, config.actor_epochs, jnp.int32)  # [] or [K]
+        shape = () if config.share_parameters else len(names)
+        actor_epochs = jnp.full(shape, config.actor_epochs, jnp.int32)  # [] or [K]
         carry = (state.params, state.opt_state, actor_epochs)
         xs = (jnp.arange(num_epochs, dtype=jnp.int32), indices)
         (params, opt_state, actor_epochs), metrics = jax.lax.scan(update_epoch, carry, xs)
@@ -745,7 +747,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
+    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -854,7 +856,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())

@@ -77,6 +77,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+# Where to find an environment that a script does not know.
 OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
@@ -200,9 +201,9 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: jax.Array):
-        """obs [..., F] or [..., H, W, C], or {"obs": such, "mask": [..., A]} -> policy, value [...]
+        """obs [..., F] or [..., H, W, C], or {"obs": ..., "mask": [..., A]} -> policy, value [...]
 
-        Actions that are False in the mask are not legal, and never sampled.
+        Actions that are False in the mask are illegal and never sampled.
         """
         mask = True  # all are legal
         if isinstance(obs, dict):
@@ -388,7 +389,7 @@ def make_train(config: Config):
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
-    optimizer = optax.chain(
+    optimizer = optax.chain(  # update_minibatch multiplies by the learning rate
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
     )
@@ -470,7 +471,7 @@ def make_train(config: Config):
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
         # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
-        # batches). They do not depend on the rollout, so XLA:CPU can sort meanwhile.
+        # batches). None depends on the rollout, so XLA:CPU can sort during it.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -629,7 +630,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
+    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -738,7 +739,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())

@@ -77,6 +77,7 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
+# Where to find an environment that a script does not know.
 OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
 
 
@@ -505,7 +506,7 @@ def make_train(config: Config):
 
     lr_schedule = schedule(config.lr, config.anneal_lr)
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
-    optimizer = optax.chain(
+    optimizer = optax.chain(  # update_minibatch multiplies by the learning rate
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
     )
@@ -769,7 +770,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # Ids have at most 64 characters, of these. The parent's name tells apart two `seed0`.
+    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -878,7 +879,7 @@ def main(config: Config) -> dict:
         "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
-        "best_return_per_seed": host_state.best_return[0].tolist(),  # a maximum: too high
+        "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
     }
     if process == 0:
         write(summary_path, json.dumps(summary, indent=2).encode())

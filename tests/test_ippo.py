@@ -719,6 +719,16 @@ def test_target_kl_stops_the_actor_after_the_epoch_that_exceeds_it(toy, two_epoc
     assert differ(two_epochs["critic"], after["critic"])
 
 
+def test_metrics_are_means_over_the_active_agents(use, no_evaluation):
+    """Before it has learned, the policy is uniform: its entropy is log 3, whoever has left."""
+    use(Toy(3, limit=9))  # a rollout of 8 steps ends within an episode
+    sizes = {"num_envs": 64, "total_timesteps": 512, "num_steps": 8}
+    _, after, metrics = train(small(**sizes, num_minibatches=1, actor_lr=1e-9, actor_epochs=1))
+    active = after.runners.obs.active.mean()
+    assert active < 1
+    np.testing.assert_allclose(metrics["policy/entropy"], np.log(3), rtol=1e-3)
+
+
 def test_an_actor_that_has_stopped_is_measured_as_it_is(toy, no_evaluation):
     """Its metrics do not depend on how many epochs of the critic follow its own."""
     _, _, shorter = train(small(**ONE_STEP, actor_epochs=1, critic_epochs=2))

@@ -14,6 +14,7 @@ from probes import start, to_numpy
 DETAILS = (ROOT / "docs" / "details.md").read_text()
 PATCHES = re.findall(r"```diff\n(.*?)```", DETAILS, re.S)
 MULTI_DISCRETE, TARGET_KL = PATCHES
+AGENTS = ("ippo", "ippo_rnn")
 
 
 def patched(script: str, *patches: str) -> types.ModuleType:
@@ -97,6 +98,47 @@ def test_a_masked_action_is_never_taken(train, script):
     best = np.mean([np.nonzero(np.array(observe(key)["mask"]))[0][-1] for key in keys(500)])
     assert result > best - 0.15
     assert returns[0, 0, 0] < best - 0.5
+
+
+TRAINED = ("ppo_ff", "ppo_rnn", "ippo")  # the others are only traced
+SIBLINGS = ("ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_vtrace", "ippo_rnn")
+
+
+@pytest.mark.parametrize("script", [*TRAINED, *SIBLINGS])
+def test_scalars_of_the_environment_are_those_at_the_ends_of_episodes(script, monkeypatch):
+    module = load_script(script)
+    make_env = module.make_env
+
+    def make_env_with_scalars(config):
+        reset, step, *rest = make_env(config)
+
+        def step_with_scalars(key, env_state, action):
+            *outcome, terminated, truncated, next_obs = step(key, env_state, action)
+            active = env_state[1] if script in AGENTS else True
+            ended = ~(active & ~(terminated | truncated)).any()
+            scalars = {"three": 3.0, "ended": jnp.where(ended, 1.0, jnp.nan)}
+            return *outcome, terminated, truncated, next_obs, scalars
+
+        return reset, step_with_scalars, *rest
+
+    monkeypatch.setattr(module, "make_env", make_env_with_scalars)
+    if script in AGENTS:
+        sizes = {"total_timesteps": 128, "num_envs": 4, "num_steps": 4, "num_minibatches": 1}
+        config = module.Config(**sizes, num_evals=1, eval_episodes=1)
+    else:
+        config = tiny(module, num_evals=1)
+    if script not in TRAINED:
+        init, train, *_ = module.make_train(config)
+        keys = jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())
+        _, metrics = jax.eval_shape(train, jax.eval_shape(init, keys))
+        assert {"env/three", "env/ended"} <= set(metrics)
+        return
+    state, train = start(module, config)
+    _, metrics = to_numpy(train(state))
+    has_episodes = metrics["episode/count"] > 0
+    assert has_episodes.any() and np.isnan(metrics["env/three"][~has_episodes]).all()
+    np.testing.assert_allclose(metrics["env/three"][has_episodes], 3, rtol=1e-6)
+    np.testing.assert_allclose(metrics["env/ended"][has_episodes], 1, rtol=1e-6)
 
 
 def test_target_kl_ends_the_epochs_of_each_seed_by_itself():
