@@ -5,15 +5,15 @@ hand-written policy loss: it emits targets for the policy and for two prediction
 meaning was discovered as well; q predicts returns. One update:
 
     rollout      N environments play L steps; the replay keeps the last C trajectories
-    batch        draw B trajectories from the replay, once it holds as many
+    batch        draw B trajectories from the replay, once it holds that many
     values       returns = Retrace(q of the target network)
     rule         policy', y', z' = meta_network(outputs, rewards, advantages, past updates)
     loss         KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
                  + 0.2 cross_entropy(returns, q), then one step of Adam
-As in the authors' code, a time limit counts as a termination, and the first step after a reset has
-no loss (there it is the reset itself). `--rule` offers two baselines.
-Axes: L = T + 1 steps, of which T have a successor; A actions, D devices, S seeds; N, B, C per
-device.
+As in the authors' code, a time limit counts as a termination, and the loss skips the first step
+after a reset: first actions are learned by generalization only, one-step episodes teach nothing.
+`--rule` offers two baselines. Axes: L = T + 1 steps, of which the last only bootstraps; A actions,
+D devices, S seeds; N, B, C per device.
 
     python disco.py
 """
@@ -47,7 +47,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "disco").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -83,8 +83,8 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-# Where to find an environment that a script does not know.
-OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
+# Where to look for an environment that this script does not know.
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Config:
     total_timesteps: float = 58e3  # environment steps per seed, approximately
     num_steps: int = 29  # rollout length
     rule: Literal["disco", "actor_critic", "policy_gradient"] = "disco"  # Disco103 or a baseline
-    weights: str = "disco103"  # the meta-network: disco103 (downloaded once), random or an npz file
+    weights: str = "disco103"  # disco103 (downloaded once), random (always the same) or an npz file
     replay_size: int = 1024  # trajectories in the replay, over all devices
     replay_batch: int = 64  # trajectories per update, over all devices
     hidden_size: int = 512  # width of the first layer
@@ -118,7 +118,7 @@ class Config:
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_episodes: int = 128  # full episodes per evaluation and seed, over all devices
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder: start from the best parameters of its first seed
@@ -127,7 +127,7 @@ class Config:
 
     @property
     def batch_size(self) -> int:
-        """Environment steps per update and seed, over all devices."""
+        """Environment steps played per update and seed, over all devices."""
         return self.num_envs * self.num_steps
 
     @property
@@ -146,11 +146,11 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment; `obs` is a vector. `next_obs` is that after the action. When
-    an episode ends, `step` resets the environment: `obs` is then the first observation of the next
-    episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
-    evaluations never do. This script reads neither next_obs nor the difference between the two
-    ends. Raises ConfigError.
+    Both handle a single environment; `obs` is a vector. `next_obs` is the observation that
+    the action led to. When an episode ends, `step` resets the environment: `obs` is then the first
+    observation of the next episode, and `next_obs` the final one of the episode that ended.
+    Episodes must end, or evaluations never do. This script ignores next_obs and treats terminated
+    and truncated alike. Raises ConfigError.
     """
     names = ["Catch-8x8", *gymnax.registered_envs]
     catch = re.fullmatch(r"Catch-([2-9]|[1-9]\d+)x([2-9]|[1-9]\d+)", config.env_id)
@@ -158,8 +158,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if not catch and config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
-        nearest = " or ".join(nearest)
+        lower = {name.lower(): name for name in names}
+        nearest = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
+        nearest = " or ".join(lower[name] for name in nearest)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     sizes = {"rows": int(catch[1]), "columns": int(catch[2])} if catch else {}
     env, default = gymnax.make("Catch-bsuite" if catch else config.env_id, **sizes)
@@ -201,7 +202,7 @@ MAX_VALUE = 300
 
 
 class AgentOutput(NamedTuple):
-    """All are logits. The baselines fill only `logits`, or `logits` and `value`."""
+    """Unnormalized log-probabilities. policy_gradient has only logits, actor_critic also value."""
 
     logits: jax.Array  # [..., A] policy
     y: jax.Array | None = None  # [..., 600] of discovered meaning
@@ -237,7 +238,7 @@ class Agent(nn.Module):
         """obs [..., F] -> AgentOutput. With action [...]: z, aux_pi and q of that action alone."""
         config = self.config
         x = nn.relu(dense(config.hidden_size, "torso_0")(obs))
-        x = dense(config.feature_size, "torso_1")(x)
+        x = dense(config.feature_size, "torso_1")(x)  # linear, as in the authors' code
         logits = dense(self.num_actions, "logits", 1e-2)(x)
         if config.rule == "policy_gradient":
             return AgentOutput(logits)
@@ -250,7 +251,7 @@ class Agent(nn.Module):
             action = jnp.broadcast_to(jnp.arange(self.num_actions), cell.shape[:-1])
         action = nn.one_hot(action, self.num_actions, dtype=cell.dtype)
         gates = dense(4 * config.model_size, "gates")
-        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as if its output gate was open
+        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as after an output gate of 1
         heads = {}
         for name, size in ("z", 600), ("aux_pi", self.num_actions), ("q", NUM_BINS):
             x = nn.relu(dense(config.branch_size, f"{name}_0")(hidden))
@@ -454,7 +455,7 @@ def retrace(reward, done, value, q, trace, gamma):
 
     def step(correction, x):
         reward, done, next_value, q, trace = x
-        bootstrap = jnp.where(done, 0, gamma * (next_value + correction))  # no product with 0
+        bootstrap = jnp.where(done, 0, gamma * (next_value + correction))  # 0 * NaN would be NaN
         target = reward + bootstrap
         return trace * (target - q), target
 
@@ -466,8 +467,9 @@ def retrace(reward, done, value, q, trace, gamma):
 def vtrace(reward, done, value, ratio, gamma, trace_lambda):
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1). Returns advantage, target, [T, B].
 
-    Retrace with the value in place of q gives `returns`; the clipped ratio weights its errors. The
-    advantage is target - value and decays with trace_lambda, as in GAE.
+    With c = trace_lambda * ratio, target - value = ratio * (returns - value), where the returns are
+    those of Retrace with the value in place of q. This difference is also the advantage, as in GAE;
+    the paper's is ratio * (reward + gamma * next target - value).
     """
     returns = retrace(reward, done, value, value[:-1], trace_lambda * ratio, gamma)
     advantage = ratio * (returns - value[:-1])
@@ -653,12 +655,13 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     if config.rule == "actor_critic":
         value = expected_return(online.value)  # [T + 1, B]
         return *vtrace(*steps, value, ratio, config.gamma, config.trace_lambda), meta
-    # With a value of 0, both are the discounted rewards of the rest of the trajectory, weighted by
-    # the clipped ratios.
+    # With a value of 0, V-trace's advantage and target are both the discounted rewards up to the
+    # end of the episode or trajectory, weighted by products of the clipped ratios.
     no_value = jnp.zeros_like(batch.reward)
     weighted_return, _ = vtrace(*steps, no_value, ratio, config.gamma, trace_lambda=1.0)
     meta = meta._replace(moments=meta.moments.add(weighted_return, config.ema_decay))
     mean, std = meta.moments.mean_and_std()
+    # The mean return, a control variate, carries the same ratio as the return.
     return (weighted_return - ratio * mean) / std, weighted_return, meta
 
 
@@ -681,9 +684,9 @@ def value_loss(logits, target):
 
 
 def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Config):
-    """Adds the entropy and averages [T, B] without first steps. Returns loss, metrics."""
+    """Adds the entropy; averages [T, B] without first steps of episodes. Returns loss, metrics."""
     losses = losses | {"policy/entropy": distrax.Categorical(output.logits[:-1]).entropy()}
-    mask = ~batch.reset[:-1]
+    mask = ~batch.reset[:-1]  # see the docstring of this file
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
     coefs = {"loss/value": config.vf_coef, "policy/entropy": -config.ent_coef}  # others: 1
     return sum(coefs.get(name, 1.0) * x for name, x in metrics.items()), metrics
@@ -723,7 +726,7 @@ class TrainState(NamedTuple):
     meta: MetaState
     replay: Transition  # [L, C] ring buffer
     runners: RunnerState  # [N]
-    update: jax.Array  # updates so far
+    updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -748,8 +751,9 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         loss = lambda output: disco_loss(output, targets, value_target, batch, config)
     else:
         targets = None
-        td, value_target, meta = baseline_rule(online, batch, state.meta, config)  # td = advantage
-        loss = lambda output: baseline_loss(output, td, value_target, batch, config)
+        advantage, value_target, meta = baseline_rule(online, batch, state.meta, config)
+        loss = lambda output: baseline_loss(output, advantage, value_target, batch, config)
+        td = advantage  # of actor_critic: target - value
 
     # Only the outputs of the actions taken: an update takes 30% less time.
     loss_of = lambda params: loss(network.apply(params, batch.obs, batch.action))
@@ -759,7 +763,9 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state)
-    step_size = 1 - config.target_decay  # toward the parameters before this step
+    step_size = (
+        1 - config.target_decay
+    )  # toward the parameters before this step, as in the authors' code
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),
@@ -777,10 +783,10 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
-    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
+    "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
-    # The most devices, equally many of each process, whose number divides these.
+    # As many devices as divide all these sizes, equally many of each process.
     sizes = (config.num_envs, config.replay_size, config.replay_batch)
     devices = np.reshape(jax.devices(), (jax.process_count(), -1))
     while devices.size and math.gcd(*sizes) % devices.size:
@@ -805,18 +811,20 @@ def make_train(config: Config):
         """A rollout, and one step of Adam on a batch from the replay."""
         play = lambda runners, _: act_all(state.params, runners)
         runners, rollout = jax.lax.scan(play, state.runners, None, config.num_steps)  # [L, N]
-        oldest = (state.update * num_envs + jnp.arange(num_envs)) % replay_size
+        oldest = (state.updates_done * num_envs + jnp.arange(num_envs)) % replay_size
         replay = jax.tree.map(lambda x, new: x.at[:, oldest].set(new), state.replay, rollout)
         key, replay_key = jax.random.split(state.key)
-        filled = jnp.minimum((state.update + 1) * num_envs, replay_size)
+        filled = jnp.minimum((state.updates_done + 1) * num_envs, replay_size)
         drawn = jax.random.randint(replay_key, (replay_batch,), 0, filled)
         batch = jax.tree.map(lambda x: x[:, drawn], replay)  # [L, B, ...]
-        # `init_from` has replaced params only.
-        target_params = optax.tree.where(state.update == 0, state.params, state.target_params)
+        # At first the target network equals the agent, even if `init_from` has replaced params.
+        target_params = optax.tree.where(state.updates_done == 0, state.params, state.target_params)
         state = state._replace(target_params=target_params)
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
         ready = filled >= replay_batch  # before, nothing is learned
-        unmeasured = dict.fromkeys(metrics, jnp.nan) | {"optim/grad_norm": 0.0}  # NaN: diverged
+        unmeasured = dict.fromkeys(metrics, jnp.nan) | {
+            "optim/grad_norm": 0.0
+        }  # to `main`, NaN is divergence
         metrics = optax.tree.where(ready, metrics, unmeasured)
         episodes = psum(rollout.done.sum())
         metrics |= {
@@ -829,7 +837,7 @@ def make_train(config: Config):
             key=key,
             replay=replay,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -870,7 +878,7 @@ def make_train(config: Config):
             meta=start_lifetime(),
             replay=jax.tree.map(empty, transition),
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.float32(jnp.nan),
             best_return=jnp.float32(-jnp.inf),
             best_params=params,
@@ -899,7 +907,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -917,8 +925,8 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
-            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.updates_done is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.updates_done.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
@@ -961,7 +969,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
+    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -1010,7 +1018,7 @@ def main(config: Config) -> dict:
         host_state = restore(host_state, config, run_dir)
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
-    updates_done = int(host_state.update[0, 0])
+    updates_done = int(host_state.updates_done[0, 0])
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -1046,10 +1054,10 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -1064,10 +1072,10 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -1078,8 +1086,9 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
-        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        # The commands of plot.py and enjoy.py.
+        print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
+        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

@@ -8,12 +8,12 @@ gradient of the updated agents' returns, back through the agents' updates. One m
     updates    K times: one step of the agent (disco.learn) and one of its critic
     meta-loss  policy gradient of the updated agent on the validation rollout, with the critic's
                advantages, plus entropy bonuses and target regularizers
-    meta step  differentiate through the K updates, average over agents; one step of Adam
+    meta-update  differentiate through the K updates, average over agents; one step of Adam
 
 V-trace corrects for the validation rollout being off-policy: it was played before the updates.
 Deviations from the notebook: the critic credits a reward to the action that earned it (the
 notebook's is one step off); an agent is replaced by a new one after `lifetime` meta steps.
-Axes: L = T + 1 steps of a rollout, of which T have a successor; K inner updates, P agents,
+Axes: L = T + 1 steps of a rollout, of which the last only bootstraps; K inner updates, P agents,
 D devices; N environments per agent and device.
 
     python disco_meta.py --seed 1
@@ -42,7 +42,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "disco_meta").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -82,7 +82,7 @@ class Config:
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per agent, over all devices
     # Algorithm
-    num_meta_steps: int = 1500  # updates of the meta-network, in multiples of num_evals
+    num_meta_steps: int = 1500  # updates of the meta-network, rounded to a multiple of num_evals
     num_steps: int = 17  # rollout length of an inner update
     valid_steps: int = 17  # rollout length for validation
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
@@ -98,8 +98,8 @@ class Config:
     model_size: int = 64  # width of the LSTM that models the effect of an action
     branch_size: int = 64  # width of the layers between LSTM and outputs
     lr: float = 1e-2  # Adam learning rate of the agents
-    max_update: float = 1.0  # clip entries of Adam's step to this, before lr
-    gamma: float = 0.997  # discount factor
+    max_update: float = 1.0  # clip entries of Adam's step to this, before lr (critics' too)
+    gamma: float = 0.997  # discount factor of the agents' q
     trace_lambda: float = 0.95  # trace decay of Retrace
     ema_decay: float = 0.99  # decay of the moments that normalize advantages (critics' too)
     target_decay: float = 0.9  # decay of the target network
@@ -188,7 +188,7 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """As in disco.py, but Adam's denominator is a constant for the meta-gradient (the notebook)."""
+    """As in disco.py, but to the meta-gradient Adam's denominator is a constant (notebook)."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
@@ -206,14 +206,15 @@ def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation
 def regularizer(targets: disco.AgentOutput, target_network_logits):
     """Keeps targets centered at 0, and the policy target near the target network's policy."""
     offset = sum(x.mean() ** 2 for x in (targets.logits, targets.y, targets.z))
-    policy = jax.lax.stop_gradient(target_network_logits)
-    return 1e-3 * offset + 1e-2 * disco.kl_divergence(policy, targets.logits).mean()
+    old_logits = jax.lax.stop_gradient(target_network_logits)
+    return 1e-3 * offset + 1e-2 * disco.kl_divergence(old_logits, targets.logits).mean()
 
 
 def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Config):
     """One step of the critic, toward its squashed value + V-trace advantage / moving std.
 
-    The sum mixes units, as in the notebook. Only its fixed point matters: an advantage of zero.
+    The sum mixes units, as in the notebook, but its fixed point is right: in each state, a mean
+    advantage of zero.
     """
     squashed, advantage = critic_advantage(agent.critic, logits, batch, config)
     moments = agent.moments.add(advantage, config.ema_decay)
@@ -255,7 +256,8 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     agent, (penalty, metrics) = jax.lax.scan(update, agent, batches)
     output = network.apply(agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
-    # As in the notebook, the first steps of episodes count here, and these moments are discarded.
+    # As in the notebook, the moments with this rollout are not kept, and the first steps of
+    # episodes count (they do not in disco.mean_losses).
     mean, std = agent.moments.add(advantage, config.ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
@@ -276,7 +278,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     agents: AgentState  # [P]
     runners: disco.RunnerState  # [P, N]
-    update: jax.Array  # meta steps done
+    updates_done: jax.Array  # meta steps
     eval_return: jax.Array  # [P] of the latest evaluation; agents differ in age
 
 
@@ -284,7 +286,7 @@ def make_train(config: Config):
     """Returns init, train. Raises ConfigError.
 
     init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, ...],
-    metrics [D, P, updates]. `train` performs `updates_per_eval` meta steps, then evaluates each
+    metrics [D, P, meta steps]. `train` performs `updates_per_eval` meta steps, then evaluates each
     agent on full episodes.
     """
     num_devices = jax.device_count()
@@ -317,7 +319,7 @@ def make_train(config: Config):
             meta=meta,
             critic=critic,
             critic_opt_state=make_optimizer(config.critic_lr, config.max_update).init(critic),
-            moments=meta.moments,  # empty as well
+            moments=meta.moments,  # empty, too
         )
         return agent, runners
 
@@ -332,21 +334,21 @@ def make_train(config: Config):
         agents, runners = state.agents, state.runners
         if config.lifetime:  # staggered: the first life of agent i is shorter by i / P lifetimes
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
-            ages = (ages + state.update) % config.lifetime
+            ages = (ages + state.updates_done) % config.lifetime
             agents, runners = jax.vmap(replace_if_due)(agents, runners, ages)
 
         def play(params, runners, num_steps):
             act_once = lambda runners, _: act_all(params, runners)
             return jax.lax.scan(act_once, runners, None, num_steps)  # runners, [L, N]
 
-        def play_all(params, runners):
+        def play_rollouts(params, runners):
             play_once = lambda runners, _: play(params, runners, config.num_steps)
             runners, batches = jax.lax.scan(play_once, runners, None, config.inner_updates)
             runners, valid = play(params, runners, config.valid_steps)
             return runners, valid, batches
 
         # runners [P, N], valid [P, valid_steps, N], batches [P, K, L, N]
-        runners, valid, batches = jax.vmap(play_all)(agents.params, runners)
+        runners, valid, batches = jax.vmap(play_rollouts)(agents.params, runners)
 
         def population_loss(meta_net):
             loss = lambda agent, batches, valid: meta_loss(
@@ -356,7 +358,7 @@ def make_train(config: Config):
             return losses.mean(), agents_and_metrics
 
         grads, (agents, metrics) = jax.grad(population_loss, has_aux=True)(state.meta_net)
-        grads, metrics = pmean((grads, metrics))  # the agents' own steps average over devices, too
+        grads, metrics = pmean((grads, metrics))  # exact: pmap also differentiates inner pmeans
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
         episodes = psum(valid.done.sum((1, 2)))  # [P] of validation; if zero, means are NaN
         metrics |= {
@@ -370,7 +372,7 @@ def make_train(config: Config):
             opt_state=opt_state,
             agents=agents,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -396,7 +398,7 @@ def make_train(config: Config):
             opt_state=meta_optimizer.init(meta_net),
             agents=agents,
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.full(config.num_agents, jnp.nan, jnp.float32),
         )
 
@@ -428,7 +430,7 @@ def main(config: Config) -> dict:
     table_path, summary_path = run_dir / "metrics.csv", run_dir / "summary.json"
     table = open_table(table_path, "r+") if table_path.exists() else None  # locks the folder
     state = host_state = restore(jax.device_get(init(keys)), config, run_dir)
-    updates_done = int(host_state.update[0])
+    updates_done = int(host_state.updates_done[0])
     # Rounded, since num_meta_steps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -449,7 +451,7 @@ def main(config: Config) -> dict:
     summary_path.unlink(missing_ok=True)
     options = {"script": SCRIPT, **vars(config)}
     write(run_dir / "config.json", json.dumps(options, indent=2).encode())
-    for source in map(Path, SOURCES):
+    for source in map(Path, SOURCES + disco.SOURCES):
         write(run_dir / source.name, source.read_bytes())
     call_steps = config.updates_per_eval * config.batch_size * config.num_agents
     first_device = lambda tree: jax.tree.map(lambda x: x[0], tree)  # the same on all devices
@@ -459,8 +461,8 @@ def main(config: Config) -> dict:
             call_start = time.perf_counter()
             state, metrics = train(state)
             metrics = {name: np.array(x)[0] for name, x in metrics.items()}  # [P, updates]
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["meta/grad_norm"]).all():
                 raise ConfigError(
                     f"meta-gradient is not finite; continue {run_dir} with a lower meta_lr"
@@ -477,8 +479,8 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0]) * config.batch_size,  # per agent
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0]) * config.batch_size,  # per agent
         "seconds": seconds,  # since the last start, including compilation
         "steps_per_second": calls_left * call_steps / seconds,  # of all agents
         "eval_return_mean": float(returns.mean()),
@@ -501,8 +503,8 @@ def cli():
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:
-                raise ConfigError(f"{config.run_dir}: rollouts must keep their size")
+            if config.batch_size != default.batch_size:  # env_steps counts batches
+                raise ConfigError(f"{config.run_dir}: steps per meta step must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:
         print("error:", str(error).split("\n")[0], file=sys.stderr)

@@ -44,7 +44,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "ippo_rnn").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -80,8 +80,8 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-# Where to find an environment that a script does not know.
-OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
+# Where to look for an environment that this script does not know.
+OTHERS = "single agents: ppo_ff.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +89,8 @@ class Config:
     """Independent PPO for many agents with memory."""
 
     # Environment
-    env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; list: print them
-    env_params: str = "{}"  # JSON, e.g. '{"max_steps": 50}'
+    env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; "list" prints all
+    env_params: str = "{}"  # options of a JaxMARL environment, as JSON: '{"max_steps": 50}'
     num_envs: int = 16  # parallel environments per seed, over all devices
     # Algorithm
     total_timesteps: float = 1e6  # environment steps per seed, approximately
@@ -111,13 +111,13 @@ class Config:
     clip_value: bool = False  # also clip the change in value to clip_eps
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
-    max_grad_norm: float = 0.5  # clip gradients to this global norm
+    max_grad_norm: float = 0.5  # clip the norms of the actor's gradient and of the critic's
     target_kl: float = 0.0  # stop the actor after an epoch whose KL divergence exceeds this; 0: off
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_episodes: int = 128  # full episodes per evaluation and seed, over all devices
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder: start from the best parameters of its first seed
@@ -187,7 +187,7 @@ TIME_LIMIT = dict.fromkeys(("MPE", "coin", "overcooked", "storm"), lambda *_: Tr
 TIME_LIMIT |= dict.fromkeys(BRAX, lambda env, state, reward: state.info["truncation"] > 0)
 TIME_LIMIT |= {
     "hanabi": lambda *_: False,
-    "switch": lambda env, state, reward: reward == 0,  # else an agent has told, right or wrong
+    "switch": lambda env, state, reward: reward == 0,  # a guess pays 1 or -1 and ends it
     "rings": lambda env, state, reward: state["distance"] > 0,
     "jaxnav": jaxnav_time_limit,
     # At step 0, is_terminal only tests who is alive.
@@ -199,7 +199,7 @@ TIME_LIMIT |= {
 class Observation(NamedTuple):
     features: jax.Array  # [F], with a one-hot agent index if parameters are shared
     mask: jax.Array  # [A] legal actions; if continuous, the components that are not padding
-    active: jax.Array  # [] False once the agent is done; in next_obs, if truncated still True
+    active: jax.Array  # [] False once the agent is done; True in the next_obs of a truncation
 
 
 def load_env(config: Config):
@@ -221,8 +221,9 @@ def load_env(config: Config):
             print(*known, sep="\n")
             sys.exit()
         if config.env_id not in known:
-            near = difflib.get_close_matches(config.env_id.lower(), known, cutoff=0)
-            near = " or ".join(near)
+            lower = {name.lower(): name for name in known}
+            near = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
+            near = " or ".join(lower[name] for name in near)
             raise ConfigError(f"unknown env_id {config.env_id}: did you mean {near}? {OTHERS}")
         env = jaxmarl.make(config.env_id.split("/")[0], **known[config.env_id], **params)
         key = jax.random.PRNGKey(0)
@@ -248,8 +249,8 @@ def make_env(config: Config):
 
     Both handle a single environment; all but key and env_state have a leading agent axis, [K, ...].
     `obs` and `next_obs` are Observations; `next_obs` is the one that the actions led to. An agent
-    is terminated or truncated once; from then on, it is not active and is paid 0. With the last
-    agent the episode ends, and `step` resets the environment: `obs` is then the first observation
+    is terminated or truncated once; from then on, it is not active and is paid 0. When the
+    last agent is done, `step` resets the environment: `obs` is then the first observation
     of the next episode. Episodes must end, or evaluations never do. Continuous actions are samples
     of a Gaussian: `step` clips them, here to [-1, 1], and rescales them. A seventh output of `step`
     is optional: a dictionary of scalars, logged as env/<name> where an episode ends. Raises
@@ -263,7 +264,7 @@ def make_env(config: Config):
     spaces = {name: env.action_space(name) for name in names}
     continuous = not hasattr(spaces[names[0]], "n")
     all_legal = {name: jnp.ones(space.shape or space.n) for name, space in spaces.items()}
-    # Only SMAX and Hanabi have masks of legal actions.
+    # Masks of legal actions: discrete SMAX and Hanabi have such a method; in others all are legal.
     method = "get_avail_actions" if "SMAX" in family and not continuous else "get_legal_moves"
     legal_actions = getattr(env, method, lambda env_state: all_legal)
 
@@ -328,7 +329,7 @@ class GRU(nn.Module):
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> hidden after each step [T, ..., H]"""
         size = hidden.shape[-1]
         x = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], all steps at once
-        # Unlike in nn.GRUCell, one orthogonal initialization for all three gates.
+        # Unlike in nn.GRUCell, one orthogonal initialization for r, z and n together.
         kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
         kernel, bias, hidden = (p.astype(x.dtype) for p in (kernel, bias, hidden))
@@ -410,7 +411,7 @@ class RNN(nn.Module):
 
 # -------------------------------------- algorithm
 class Transition(NamedTuple):
-    obs: Observation  # [K, ...], like all below
+    obs: Observation  # [K, ...], like all below but hidden and info
     reset: jax.Array  # the memory is cleared before obs is read
     hidden: Any  # [1, N, K, H] before the first step of a rollout; None in single steps
     action: jax.Array
@@ -419,9 +420,9 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated, truncated or not active
-    next_obs: Any  # that the action led to, even if it was the last; None in rollouts
+    next_obs: Any  # the observation that the action led to; None in rollouts
     episode_return: jax.Array  # up to and including this step
-    episode_length: jax.Array  # of all agents, also of those that are done
+    episode_length: jax.Array  # of the episode, the same for all agents
     info: dict = {}  # scalars of the environment, logged at the end of an episode
 
 
@@ -444,7 +445,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array  # updates so far
+    updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -455,8 +456,8 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
 
     All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # A termination stops the bootstrap. It and a truncation cut the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
+    # A termination stops the bootstrap; a termination or a truncation cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN would be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -504,8 +505,8 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
-    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
+    "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
@@ -533,13 +534,14 @@ def make_train(config: Config):
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
     )
-    # The network on [..., K, F] and [..., K]; if parameters are not shared, they are [K, ...].
+    # The network on obs [..., K, F], hidden [..., K, H] and reset [..., K]. Unshared parameters are
+    # [K, ...].
     agent_axes = Observation(features=-2, mask=-2, active=-1)
     apply_each = jax.vmap(network.apply, in_axes=(0, agent_axes, -2, -1), out_axes=(-2, -1, -2))
     apply_agents = network.apply if config.share_parameters else apply_each
 
     def apply_once(params, obs, hidden, reset):
-        """All agents on sequences of one step; reset [...]. A distrax policy is a tree, too."""
+        """All agents on sequences of one step; reset has no axis K. A policy is a tree, too."""
         reset = jnp.broadcast_to(reset[..., None], obs.active.shape)  # [..., K]
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], apply_agents(params, obs, hidden, reset))
@@ -600,11 +602,12 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # The value of the final observation, with the memory of its episode. Only where an
-            # agent was truncated. (With several seeds, vmap turns cond into both branches.)
+            # The value of the final observation, with the memory of its episode. The pass is for
+            # all N, but skipped in steps without a truncation. (With several seeds, vmap turns cond
+            # into both branches.)
             truncated = transition.done & transition.next_obs.active
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(runners.done))
-            skip = lambda *_: transition.value  # a placeholder; of agents that have left, 0
+            skip = lambda *_: transition.value  # any array of this shape: nothing was truncated
             final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
             return runners, (transition._replace(next_obs=None), final_value)
 
@@ -615,23 +618,27 @@ def make_train(config: Config):
         next_value = jnp.where(rollout.done, final_value, next_value)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         hidden = jax.tree.map(lambda x: x[None], state.runners.hidden)
-        samples = (rollout._replace(hidden=hidden), advantage, target)  # [T, N, K, ...]
-        decay, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        rollout = rollout._replace(hidden=hidden)
+        samples = (rollout._replace(info={}), advantage, target)  # [T, N, K, ...]; info has no K
+        decay, ent_coef = lr_schedule(state.updates_done), ent_schedule(state.updates_done)
         lr = {"actor": config.actor_lr * decay, "critic": config.critic_lr * decay}
 
         def update_minibatch(carry, minibatch):
             params, opt_state, learns = carry
             batch, advantage, target = minibatch
-            # Normalize over active agents; the losses are means over all, with 0 for the others.
+            # An inactive agent adds 0 to every loss: its advantage and target are 0, and the
+            # network's outputs are constants. Losses stay means over all samples, so that an active
+            # one weighs the same in each minibatch. Metrics and the moments of advantages are over
+            # active ones.
             active = jnp.float32(batch.obs.active)
-            share = jnp.maximum(pmean(active.mean()), 1e-8)
-            weight = active / share
+            active_fraction = jnp.maximum(pmean(active.mean()), 1e-8)
+            weight = active / active_fraction
             advantage = (advantage - pmean((weight * advantage).mean())) * active
             advantage /= jnp.sqrt(pmean((weight * advantage**2).mean())) + 1e-8
             grad = jax.grad(ppo_loss, has_aux=True)
             grads, metrics = grad(params, network, batch, advantage, target, ent_coef, config)
             grads, metrics = pmean((grads, metrics))
-            metrics = jax.tree.map(lambda x: x / share, metrics)  # means over active agents
+            metrics = jax.tree.map(lambda x: x / active_fraction, metrics)
             metrics["optim/grad_norm"] = optax.tree.norm(grads)
 
             parts, opt_state = dict(params["params"]), dict(opt_state)
@@ -660,8 +667,8 @@ def make_train(config: Config):
                 actor_epochs = jnp.where(stop, jnp.minimum(actor_epochs, epoch + 1), actor_epochs)
             return (params, opt_state, actor_epochs), metrics
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
-        # batches). None depends on the rollout, so XLA:CPU can sort during it.
+        # One permutation per epoch, by a single sort (for large batches, jax.random.permutation
+        # sorts twice). They do not depend on the rollout: XLA:CPU can sort during it.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (num_epochs, envs_per_device), jnp.uint32)
         indices = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
@@ -673,7 +680,7 @@ def make_train(config: Config):
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
         var = lambda x: x.var(where=rollout.obs.active)
         done = rollout.done.all(-1)  # [T, N]
-        episodes = psum(done.sum())  # that ended; if zero, their means are NaN
+        episodes = psum(done.sum())  # if none ended, the means are NaN
         mean = lambda x: psum(jnp.where(done, x, 0).sum((-2, -1))) / episodes
         returns = mean(jnp.moveaxis(rollout.episode_return, -1, 0))  # [K]
         metrics |= {
@@ -682,7 +689,7 @@ def make_train(config: Config):
             "episode/length": mean(rollout.episode_length[..., 0]),
             "episode/count": episodes,
             "actor/epochs": actor_epochs.mean(),
-            "optim/lr": lr["actor"],
+            "optim/lr": lr["actor"],  # the critic's follows the same schedule
         }
         metrics |= {f"episode/return/{name}": x for name, x in zip(names, returns, strict=True)}
         metrics |= {f"env/{name}": mean(x) for name, x in rollout.info.items()}
@@ -691,7 +698,7 @@ def make_train(config: Config):
             params=params,
             opt_state=opt_state,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -725,7 +732,7 @@ def make_train(config: Config):
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         keys = jax.random.split(params_key, len(names))
         obs = jax.tree.map(lambda x: x[None], runners.obs)  # sequences of one step
-        inputs = (obs, runners.hidden, ~obs.active)
+        inputs = (obs, runners.hidden, jnp.zeros_like(obs.active))
         params = jax.lax.map(lambda key: network.init(key, *inputs), keys)  # [K, ...]
         opt_state = {part: jax.vmap(optimizer.init)(x) for part, x in params["params"].items()}
         if config.share_parameters:  # one is enough
@@ -735,7 +742,7 @@ def make_train(config: Config):
             params=params,
             opt_state=opt_state,
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.float32(jnp.nan),
             best_return=jnp.float32(-jnp.inf),
             best_params=params,
@@ -769,7 +776,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -787,8 +794,8 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
-            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.updates_done is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.updates_done.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
@@ -831,7 +838,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
+    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -880,7 +887,7 @@ def main(config: Config) -> dict:
         host_state = restore(host_state, config, run_dir)
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
-    updates_done = int(host_state.update[0, 0])
+    updates_done = int(host_state.updates_done[0, 0])
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -916,10 +923,10 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -934,10 +941,10 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -948,8 +955,9 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
-        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        # The commands of plot.py and enjoy.py.
+        print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
+        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

@@ -37,7 +37,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "ppo_ff").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -73,8 +73,8 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-# Where to find an environment that a script does not know.
-OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
+# Where to look for an environment that this script does not know.
+OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Config:
     """PPO for discrete actions with feed-forward networks."""
 
     # Environment
-    env_id: str = "CartPole-v1"  # gymnax environment; list: print them
+    env_id: str = "CartPole-v1"  # gymnax environment; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per seed, over all devices
     # Algorithm
@@ -105,7 +105,7 @@ class Config:
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_episodes: int = 128  # full episodes per evaluation and seed, over all devices
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder: start from the best parameters of its first seed
@@ -133,9 +133,10 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is the observation that the action led to. When an
-    episode ends, `step` resets the environment: `obs` is then the first observation of the next
-    episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
+    Both handle a single environment. Observations are vectors, images [H, W, C] or, where actions
+    may be illegal, {"obs": ..., "mask": [A]}. `next_obs` is the observation that the action led to.
+    When an episode ends, `step` resets the environment: `obs` is then the first observation of the
+    next episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
     evaluations never do. A seventh output of `step` is optional: a dictionary of scalars, logged as
     env/<name> where an episode ends. Raises ConfigError.
     """
@@ -144,8 +145,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
-        nearest = " or ".join(nearest)
+        lower = {name.lower(): name for name in names}
+        nearest = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
+        nearest = " or ".join(lower[name] for name in nearest)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     env, default = gymnax.make(config.env_id)
     try:
@@ -204,7 +206,7 @@ class ActorCritic(nn.Module):
         if self.is_image:
             actor = critic = self.cnn(obs)
         else:
-            actor, critic = self.mlp(obs), self.mlp(obs)
+            actor, critic = self.mlp(obs), self.mlp(obs)  # separate parameters
         logits = jnp.where(mask, dense(self.num_actions, 0.01)(actor), -1e9)
         policy = distrax.Categorical(logits=logits)
         return policy, dense(1, 1.0)(critic).squeeze(-1)
@@ -255,7 +257,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array  # updates so far
+    updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -266,8 +268,8 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
 
     All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # A termination stops the bootstrap. It and a truncation cut the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
+    # A termination stops the bootstrap; a termination or a truncation cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN would be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -314,8 +316,8 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
-    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
+    "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
@@ -395,7 +397,7 @@ def make_train(config: Config):
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         flatten = lambda x: x.reshape(num_samples, *x.shape[2:])  # [T * N, ...]
         samples = jax.tree.map(flatten, (rollout, advantage, target))
-        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        lr, ent_coef = lr_schedule(state.updates_done), ent_schedule(state.updates_done)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -414,15 +416,15 @@ def make_train(config: Config):
             minibatches = jax.tree.map(lambda x: x[indices], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
-        # batches). None depends on the rollout, so XLA:CPU can sort during it.
+        # One permutation per epoch, by a single sort (for large batches, jax.random.permutation
+        # sorts twice). They do not depend on the rollout: XLA:CPU can sort during it.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
-        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        episodes = psum(rollout.done.sum())  # if none ended, the means are NaN
         mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -437,7 +439,7 @@ def make_train(config: Config):
             params=params,
             opt_state=opt_state,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -472,7 +474,7 @@ def make_train(config: Config):
             params=params,
             opt_state=optimizer.init(params),
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.float32(jnp.nan),
             best_return=jnp.float32(-jnp.inf),
             best_params=params,
@@ -506,7 +508,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -524,8 +526,8 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
-            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.updates_done is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.updates_done.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
@@ -568,7 +570,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
+    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -617,7 +619,7 @@ def main(config: Config) -> dict:
         host_state = restore(host_state, config, run_dir)
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
-    updates_done = int(host_state.update[0, 0])
+    updates_done = int(host_state.updates_done[0, 0])
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -653,10 +655,10 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -671,10 +673,10 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -685,8 +687,9 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
-        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        # The commands of plot.py and enjoy.py.
+        print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
+        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

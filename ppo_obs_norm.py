@@ -6,7 +6,8 @@ All seeds train and evaluate in one XLA program. What differs from most implemen
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
 - rollouts store raw actions, and only the environment sees them clipped, squashed or rescaled;
 - a first rollout, without an update, initializes the statistics of the normalization;
-- the statistics of observations change only between updates, whose ratios thus start at 1;
+- the statistics of observations stay fixed during a rollout and its gradient steps, so that
+  probability ratios start at 1;
 - the advantages of a minibatch are normalized across all devices.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B samples.
@@ -39,7 +40,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "ppo_obs_norm").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -75,8 +76,8 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-# Where to find an environment that a script does not know.
-OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
+# Where to look for an environment that this script does not know.
+OTHERS = "MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Config:
     """PPO with normalized observations and rewards."""
 
     # Environment
-    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; list: print them
+    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 16  # parallel environments per seed, over all devices
     # Algorithm
@@ -105,12 +106,12 @@ class Config:
     max_grad_norm: float = 0.5  # clip gradients to this global norm
     policy: Literal["gaussian", "tanh_gaussian", "beta"] = "gaussian"  # for continuous actions
     normalize_obs: bool = True  # shift and scale to mean 0, standard deviation 1
-    normalize_reward: bool = True  # divide rewards by the deviation of discounted sums
+    normalize_reward: bool = True  # divide by the standard deviation of discounted sums
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_episodes: int = 128  # full episodes per evaluation and seed, over all devices
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder: start from the best parameters of its first seed
@@ -138,12 +139,12 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is the observation that the action led to. When an
+    Both handle a single environment. Observations are vectors [F], continuous actions vectors in
+    [-1, 1]^A with A = num_actions. `next_obs` is the observation that the action led to. When an
     episode ends, `step` resets the environment: `obs` is then the first observation of the next
     episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
-    evaluations never do. Continuous actions are vectors in [-1, 1]^A, with A = num_actions. A
-    seventh output of `step` is optional: a dictionary of scalars, logged as env/<name> where an
-    episode ends. Raises ConfigError.
+    evaluations never do. A seventh output of `step` is optional: a dictionary of scalars, logged as
+    env/<name> where an episode ends. Raises ConfigError.
     """
     tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
     tasks += " inverted_pendulum inverted_double_pendulum"
@@ -152,8 +153,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
-        nearest = " or ".join(nearest)
+        lower = {name.lower(): name for name in names}
+        nearest = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
+        nearest = " or ".join(lower[name] for name in nearest)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     is_brax = config.env_id.startswith("brax/")
     default = gymnax.EnvParams(max_steps_in_episode=1000)  # for Brax: only a time limit
@@ -183,7 +185,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         if not is_discrete:
             low, high = action_space.low, action_space.high
-            action = action.astype(float)  # with x64, env_state is float64
+            action = action.astype(float)  # under x64, an env_state that holds it is float64
             action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
@@ -208,7 +210,8 @@ def make_brax_env(env_id: str, time_limit: int):
     def step(key, env_state, action):
         final = env.step(env_state, action)
         done, truncated = final.done > 0, final.info["truncation"] > 0
-        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats a state
+        # Brax's auto_reset would hide the final observation and repeat the first state.
+        env_state = optax.tree.where(done, env.reset(key), final)
         obs, next_obs = jnp.float32(env_state.obs), jnp.float32(final.obs)
         return obs, env_state, jnp.float32(final.reward), done & ~truncated, truncated, next_obs
 
@@ -237,7 +240,7 @@ class TanhGaussianPolicy(distrax.Independent):
         return super().log_prob(raw) - distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
 
     def entropy(self):
-        # Plus the mean of log tanh'(raw), by Gauss-Hermite quadrature with 16 nodes.
+        # The mean of log tanh'(raw) is added, by Gauss-Hermite quadrature with 16 nodes.
         nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))
         raw = jax.vmap(lambda node: self.mean() + node * self.stddev())(nodes)  # [16, ..., A]
         log_slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
@@ -267,7 +270,7 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, batch: jax.Array) -> Moments:
-    """Merges a batch of any leading axes, from all devices (Chan et al. 1979, eq. 2.1)."""
+    """Merges a batch with any leading axes, from all devices (Chan et al. 1979, eq. 2.1)."""
     axes = tuple(range(batch.ndim - moments.mean.ndim))
     mean = jax.lax.pmean(batch.mean(axes), "devices")
     var = jax.lax.pmean(((batch - mean) ** 2).mean(axes), "devices")
@@ -297,7 +300,7 @@ class ActorCritic(nn.Module):
         moments = self.variable("obs_stats", "moments", lambda: first).value
         if self.normalize_obs:
             obs = jnp.clip((obs - moments.mean) / jnp.sqrt(moments.var + 1e-8), -10, 10)
-        actor, critic = self.mlp(obs), self.mlp(obs)
+        actor, critic = self.mlp(obs), self.mlp(obs)  # separate parameters
         if self.policy_kind == "categorical":
             policy = distrax.Categorical(logits=dense(self.num_actions, 0.01)(actor))
         elif self.policy_kind == "beta":
@@ -351,7 +354,7 @@ class TrainState(NamedTuple):
     opt_state: Any  # of the weights
     return_stats: Moments
     runners: RunnerState  # [N]
-    update: jax.Array  # updates so far
+    updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -360,7 +363,7 @@ class TrainState(NamedTuple):
 def scale_reward(rollout: Transition, return_stats: Moments):
     """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    Clips the result like VecNormalize: the first reward after many zeros could become hundreds.
+    Clips the result like VecNormalize: the first reward after many zeros could be in the hundreds.
     Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
@@ -373,8 +376,8 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
 
     All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # A termination stops the bootstrap. It and a truncation cut the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
+    # A termination stops the bootstrap; a termination or a truncation cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN would be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -421,8 +424,8 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
-    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
+    "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
@@ -507,7 +510,7 @@ def make_train(config: Config):
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         flatten = lambda x: x.reshape(num_samples, *x.shape[2:])  # [T * N, ...]
         samples = jax.tree.map(flatten, (rollout, advantage, target))
-        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        lr, ent_coef = lr_schedule(state.updates_done), ent_schedule(state.updates_done)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -526,8 +529,8 @@ def make_train(config: Config):
             minibatches = jax.tree.map(lambda x: x[indices], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
-        # batches). None depends on the rollout, so XLA:CPU can sort during it.
+        # One permutation per epoch, by a single sort (for large batches, jax.random.permutation
+        # sorts twice). They do not depend on the rollout: XLA:CPU can sort during it.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -537,7 +540,7 @@ def make_train(config: Config):
         # Only now: these statistics stay fixed in a rollout and its gradient steps.
         moments = update_moments(params["obs_stats"]["moments"], rollout.obs)
         params = params | {"obs_stats": {"moments": moments}}
-        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        episodes = psum(rollout.done.sum())  # if none ended, the means are NaN
         mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -553,7 +556,7 @@ def make_train(config: Config):
             opt_state=opt_state,
             return_stats=return_stats,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -583,7 +586,8 @@ def make_train(config: Config):
         runners = jax.vmap(start_episode)(jax.random.split(runner_key, envs_per_device))
         params_key = jax.lax.all_gather(params_key, "devices")[0]  # the same on all devices
         params = network.init(params_key, runners.obs)
-        # A first rollout initializes the statistics, in environments of its own.
+        # A first rollout initializes the statistics, in environments of its own. Its steps are not
+        # counted in env_steps.
         first_runners = jax.vmap(start_episode)(jax.random.split(first_key, envs_per_device))
         act_all = lambda runners, _: jax.vmap(act, (None, 0))(params, runners)
         _, rollout = jax.lax.scan(act_all, first_runners, None, config.num_steps)  # [T, N]
@@ -597,7 +601,7 @@ def make_train(config: Config):
             opt_state=optimizer.init(params["params"]),
             return_stats=return_stats,
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.float32(jnp.nan),
             best_return=jnp.float32(-jnp.inf),
             best_params=params,
@@ -631,7 +635,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -649,8 +653,8 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
-            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.updates_done is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.updates_done.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
@@ -693,7 +697,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
+    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -742,7 +746,7 @@ def main(config: Config) -> dict:
         host_state = restore(host_state, config, run_dir)
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
-    updates_done = int(host_state.update[0, 0])
+    updates_done = int(host_state.updates_done[0, 0])
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -778,10 +782,10 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -796,10 +800,10 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -810,8 +814,9 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
-        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        # The commands of plot.py and enjoy.py.
+        print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
+        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

@@ -5,8 +5,8 @@ All seeds train and evaluate in one XLA program. What differs from most implemen
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
 - a minibatch holds whole sequences, replayed from the hidden states before their first steps;
-- the advantages of a minibatch are normalized across all devices, and divided by
-  `--min-advantage-std` at least.
+- the advantages of a minibatch are normalized across all devices, by their standard deviation or
+  by `--min-advantage-std`, whichever is larger.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
 H hidden units, V x V tiles in view.
@@ -41,7 +41,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "ppo_rnn").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -78,8 +78,8 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-# Where to find an environment that a script does not know.
-OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
+# Where to look for an environment that this script does not know.
+OTHERS = "Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Config:
     """Recurrent PPO with a GRU, on XLand-MiniGrid environments."""
 
     # Environment
-    env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment; list: print them
+    env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 200}'
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
@@ -112,14 +112,14 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # divide advantages by no less: noise stays small
+    min_advantage_std: float = 0.05  # lower bound on the std of advantages: noise stays small
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_episodes: int = 128  # full episodes per evaluation and seed, over all devices
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder: start from the best parameters of its first seed
@@ -197,8 +197,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
-        nearest = " or ".join(nearest)
+        lower = {name.lower(): name for name in names}
+        nearest = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
+        nearest = " or ".join(lower[name] for name in nearest)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     env, default = xminigrid.make(config.env_id)
     try:
@@ -208,7 +209,7 @@ def make_env(config: Config):
                 raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
-    sample_task = lambda key: params  # as it is below
+    sample_task = lambda key: params  # looked up late: with the ruleset set below
     if hasattr(params, "ruleset"):  # XLand environments have one, those of MiniGrid do not
         benchmark = load_benchmark(config.benchmark_id)
         if config.ruleset_id >= benchmark.num_rulesets():
@@ -254,7 +255,7 @@ class GRU(nn.Module):
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> hidden after each step [T, ..., H]"""
         size = hidden.shape[-1]
         x = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], all steps at once
-        # Unlike in nn.GRUCell, one orthogonal initialization for all three gates.
+        # Unlike in nn.GRUCell, one orthogonal initialization for r, z and n together.
         kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
         kernel, bias, hidden = (p.astype(x.dtype) for p in (kernel, bias, hidden))
@@ -292,12 +293,14 @@ class ActorCritic(nn.Module):
             x = jnp.concatenate([tile, color], axis=-1)  # [T, ..., V, V, tiles + colors]
             if config.embedding_size:  # not a lookup, whose gradient is a slow scatter
                 x = nn.Dense(config.embedding_size, use_bias=False, dtype=dtype)(x)
-        layers = (1, 2, 4) if x.shape[-2] > 3 else (4, 8)  # a 3 x 3 view has room for two
-        for k in layers:
+        widths = (1, 2, 4) if x.shape[-2] > 3 else (4, 8)  # a 3 x 3 view has room for two layers
+        for width in widths:
             # A 2 x 2 convolution as a dense layer on patches: several times as fast on a CPU.
             v = x.shape[-2] - 1
             patches = [x[..., i : i + v, j : j + v, :] for i in range(2) for j in range(2)]
-            x = nn.relu(dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1)))
+            x = nn.relu(
+                dense(width * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1))
+            )
         direction = jax.nn.one_hot(obs.direction, 4)
         prev_action = jax.nn.one_hot(obs.prev_action, self.num_actions)
         x = x.reshape(*x.shape[:-3], -1)
@@ -335,9 +338,7 @@ class Transition(NamedTuple):
     reward: jax.Array
     terminated: jax.Array  # reached a terminal state
     done: jax.Array  # terminated or truncated
-    next_obs: (
-        Any  # the observation that the action led to, even if it was the last; None in rollouts
-    )
+    next_obs: Any  # the observation that the action led to; None in rollouts
     episode_return: jax.Array  # up to and including this step
     episode_length: jax.Array
     info: dict = {}  # scalars of the environment, logged at the end of an episode
@@ -362,7 +363,7 @@ class TrainState(NamedTuple):
     params: Any
     opt_state: Any
     runners: RunnerState  # [N]
-    update: jax.Array  # updates so far
+    updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -373,8 +374,8 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
 
     All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
-    # A termination stops the bootstrap. It and a truncation cut the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
+    # A termination stops the bootstrap; a termination or a truncation cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN would be NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -421,8 +422,8 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
-    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
+    "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
@@ -507,9 +508,9 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # The value of the final observation, with the memory of its episode. Only where an
-            # episode was truncated: always, this pass would take a sixth of the time. (With several
-            # seeds, vmap turns cond into both branches.)
+            # The value of the final observation, with the memory of its episode. The pass is for
+            # all N, but skipped in steps without a truncation: in every step, it would take a sixth
+            # of the time. (With several seeds, vmap turns cond into both branches.)
             truncated = transition.done & ~transition.terminated
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
             skip = lambda *_: transition.value  # a placeholder
@@ -524,7 +525,7 @@ def make_train(config: Config):
         next_value = jnp.where(truncated, final_value, next_value)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         samples = (rollout._replace(hidden=state.runners.hidden[None]), advantage, target)
-        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
+        lr, ent_coef = lr_schedule(state.updates_done), ent_schedule(state.updates_done)
 
         def update_minibatch(carry, indices):
             params, opt_state = carry
@@ -543,15 +544,15 @@ def make_train(config: Config):
         def update_epoch(carry, indices):
             return jax.lax.scan(update_minibatch, carry, indices)
 
-        # A permutation for each epoch, by one sort (jax.random.permutation takes two for large
-        # batches). None depends on the rollout, so XLA:CPU can sort during it.
+        # One permutation per epoch, by a single sort (for large batches, jax.random.permutation
+        # sorts twice). They do not depend on the rollout: XLA:CPU can sort during it.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, envs_per_device), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, indices)
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
-        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        episodes = psum(rollout.done.sum())  # if none ended, the means are NaN
         mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -566,7 +567,7 @@ def make_train(config: Config):
             params=params,
             opt_state=opt_state,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -602,7 +603,7 @@ def make_train(config: Config):
             params=params,
             opt_state=optimizer.init(params),
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.float32(jnp.nan),
             best_return=jnp.float32(-jnp.inf),
             best_params=params,
@@ -636,7 +637,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -654,8 +655,8 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
-            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.updates_done is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.updates_done.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
@@ -698,7 +699,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
+    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -747,7 +748,7 @@ def main(config: Config) -> dict:
         host_state = restore(host_state, config, run_dir)
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
-    updates_done = int(host_state.update[0, 0])
+    updates_done = int(host_state.updates_done[0, 0])
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -783,10 +784,10 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -801,10 +802,10 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -815,8 +816,9 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
-        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        # The commands of plot.py and enjoy.py.
+        print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
+        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

@@ -3,9 +3,10 @@
 Over its epochs, PPO (Schulman et al. 2017, arXiv 1707.06347) moves away from the policy that
 collected the rollout. Here, every minibatch recomputes its advantages under the current policy and
 value function: GAE (Schulman et al. 2015, arXiv 1506.02438) with the truncated importance weights
-of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is one environment in the
-rollout. Each epoch draws segments without replacement, favoring large advantages; weights in
-the loss reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most:
+of V-trace (Espeholt et al. 2018, arXiv 1802.01561). A segment is the T steps of one environment.
+Each epoch draws segments without replacement, favoring those with a large mean |advantage|; weights
+in the loss reduce this bias (Schaul et al. 2015, arXiv 1511.05952). What differs from most
+implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation, with the hidden state of its episode;
 - rollouts store raw actions, and only the environment sees them clipped or squashed;
@@ -41,7 +42,7 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_cpu_enable_concurrency_optimized_scheduler=false"
 )
 FILE = globals().get("__file__", "")  # empty in a notebook
-SOURCES = [FILE] if FILE else []  # kept in the run folder; a file in environments/ adds itself
+SOURCES = [FILE] if FILE else []  # copied to the run folder; files in environments/ add themselves
 SCRIPT = Path(FILE or "ppo_vtrace").stem  # names the runs: a renamed copy gets runs of its own
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; `main` adds the run folder
 
@@ -77,8 +78,8 @@ class ConfigError(ValueError):
     """An error that the user can correct. The command line reports it without a traceback."""
 
 
-# Where to find an environment that a script does not know.
-OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, agents: ippo.py, others: environments/"
+# Where to look for an environment that this script does not know.
+OTHERS = "MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Config:
     """Recurrent PPO with V-trace advantages and prioritized segments."""
 
     # Environment
-    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; list: print them
+    env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 64  # parallel environments per seed, over all devices
     hide_velocity: bool = False  # observe positions only (CartPole-v1, Pendulum-v1)
@@ -107,7 +108,7 @@ class Config:
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"  # for continuous actions
-    normalize_reward: bool = True  # divide rewards by the deviation of discounted sums
+    normalize_reward: bool = True  # divide by the standard deviation of discounted sums
     cell: Literal["gru", "lstm"] = "gru"  # recurrent cell
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     recompute_advantages: bool = True  # for every minibatch; if off, once per rollout
@@ -120,7 +121,7 @@ class Config:
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
-    eval_episodes: int = 128  # full episodes per evaluation and seed
+    eval_episodes: int = 128  # full episodes per evaluation and seed, over all devices
     eval_greedy: bool = False  # act with the mode of the policy in evaluations
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
     init_from: str = ""  # run folder: start from the best parameters of its first seed
@@ -151,12 +152,12 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `next_obs` is the observation that the action led to. When an
+    Both handle a single environment. Observations are vectors [F], continuous actions vectors in
+    [-1, 1]^A with A = num_actions. `next_obs` is the observation that the action led to. When an
     episode ends, `step` resets the environment: `obs` is then the first observation of the next
     episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
-    evaluations never do. Continuous actions are vectors in [-1, 1]^A, with A = num_actions. A
-    seventh output of `step` is optional: a dictionary of scalars, logged as env/<name> where an
-    episode ends. Raises ConfigError.
+    evaluations never do. A seventh output of `step` is optional: a dictionary of scalars, logged as
+    env/<name> where an episode ends. Raises ConfigError.
     """
     tasks = "ant fast halfcheetah hopper humanoid humanoidstandup pusher reacher swimmer walker2d"
     tasks += " inverted_pendulum inverted_double_pendulum"
@@ -165,8 +166,9 @@ def make_env(config: Config):
         print(*names, sep="\n")
         sys.exit()
     if config.env_id not in names:
-        nearest = difflib.get_close_matches(config.env_id.lower(), names, cutoff=0)
-        nearest = " or ".join(nearest)
+        lower = {name.lower(): name for name in names}
+        nearest = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
+        nearest = " or ".join(lower[name] for name in nearest)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")
     if config.hide_velocity and config.env_id not in POSITIONS:
         raise ConfigError(f"hide_velocity works in {' and '.join(POSITIONS)} only")
@@ -198,7 +200,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         if not is_discrete:
             low, high = action_space.low, action_space.high
-            action = action.astype(float)  # with x64, env_state is float64
+            action = action.astype(float)  # under x64, an env_state that holds it is float64
             action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
@@ -223,7 +225,8 @@ def make_brax_env(env_id: str, time_limit: int):
     def step(key, env_state, action):
         final = env.step(env_state, action)
         done, truncated = final.done > 0, final.info["truncation"] > 0
-        env_state = optax.tree.where(done, env.reset(key), final)  # auto_reset repeats a state
+        # Brax's auto_reset would hide the final observation and repeat the first state.
+        env_state = optax.tree.where(done, env.reset(key), final)
         obs, next_obs = jnp.float32(env_state.obs), jnp.float32(final.obs)
         return obs, env_state, jnp.float32(final.reward), done & ~truncated, truncated, next_obs
 
@@ -253,7 +256,7 @@ class TanhGaussianPolicy(distrax.Independent):
         return super().log_prob(raw) - distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
 
     def entropy(self):
-        # Plus the mean of log tanh'(raw), by Gauss-Hermite quadrature with 16 nodes.
+        # The mean of log tanh'(raw) is added, by Gauss-Hermite quadrature with 16 nodes.
         nodes, weights = np.float32(np.polynomial.hermite_e.hermegauss(16))
         raw = jax.vmap(lambda node: self.mean() + node * self.stddev())(nodes)  # [16, ..., A]
         log_slope = distrax.Tanh().forward_log_det_jacobian(raw).sum(-1)
@@ -269,7 +272,7 @@ class Moments(NamedTuple):
 
 
 def update_moments(moments: Moments, batch: jax.Array) -> Moments:
-    """Merges a batch of any leading axes, from all devices (Chan et al. 1979, eq. 2.1)."""
+    """Merges a batch with any leading axes, from all devices (Chan et al. 1979, eq. 2.1)."""
     axes = tuple(range(batch.ndim - moments.mean.ndim))
     mean = jax.lax.pmean(batch.mean(axes), "devices")
     var = jax.lax.pmean(((batch - mean) ** 2).mean(axes), "devices")
@@ -381,7 +384,7 @@ class TrainState(NamedTuple):
     opt_state: Any
     return_stats: Moments
     runners: RunnerState  # [N]
-    update: jax.Array  # updates so far
+    updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
     best_return: jax.Array
     best_params: Any
@@ -390,7 +393,7 @@ class TrainState(NamedTuple):
 def scale_reward(rollout: Transition, return_stats: Moments):
     """Divides rewards by the standard deviation of their discounted sums (arXiv 2005.12729).
 
-    Clips the result like VecNormalize: the first reward after many zeros could become hundreds.
+    Clips the result like VecNormalize: the first reward after many zeros could be in the hundreds.
     Arrays are [T, N]. Returns rollout, return_stats.
     """
     return_stats = update_moments(return_stats, rollout.discounted_sum)
@@ -404,12 +407,12 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
     All arrays are [T, ...]. value and next_value are those of obs and next_obs under the current
     value function; ratio is that of the current policy to the one that acted. With ratio 1 and caps
     of at least 1, this is GAE (arXiv 1506.02438, eq. 16). The advantage is target - value, as in
-    GAE, and so contains the capped ratio. ppo_loss multiplies by the ratio again: below the caps,
-    an off-policy step counts with its square. (The policy gradient of V-trace itself has a single
-    ratio.) Returns advantage, target.
+    GAE, and so contains the capped ratio. ppo_loss multiplies by the ratio again: a step whose
+    ratio r is below the caps counts with r ** 2. (The policy gradient of V-trace itself has a
+    single ratio.) Returns advantage, target.
     """
-    # A termination stops the bootstrap. It and a truncation cut the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # no product: 0 * NaN is NaN
+    # A termination stops the bootstrap; a termination or a truncation cuts the trace.
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN would be NaN
     delta = rollout.reward + config.gamma * next_value - value
     delta *= jnp.minimum(ratio, config.rho_clip)
     decay = config.gamma * config.gae_lambda * (1 - rollout.done)
@@ -427,9 +430,10 @@ def compute_vtrace(rollout: Transition, value, next_value, ratio, config: Config
 def draw_segments(key, priority, count: int):
     """Draws `count` segments without replacement, in proportion to priority [N] > 0: Gumbel top-k.
 
-    Returns indices [count] in decreasing order of score, and the probability of drawing each one,
-    given the best score that is left out: P(score > left_out) = 1 - exp(-priority * exp(-left_out))
-    (Kool et al. 2019, arXiv 1903.06059, section 4).
+    Returns indices in decreasing order of score = log(priority) + noise, and the probability of
+    drawing each one, [count]: with left_out the best score that is not drawn, it is
+    P(score > left_out) = 1 - exp(-priority * exp(-left_out)) (Kool et al. 2019, arXiv 1903.06059,
+    section 4).
     """
     score = jnp.log(priority) + jax.random.gumbel(key, priority.shape, priority.dtype)
     order = jnp.argsort(-score)
@@ -443,8 +447,8 @@ def ppo_loss(
 ):
     """Clipped surrogate objective, value loss and entropy bonus (arXiv 1707.06347, eq. 7 and 9).
 
-    All arrays are [T, B, ...], except hidden [B, H] before the first step and the weight [B] of
-    each segment in the policy and value loss. Returns loss, metrics.
+    All arrays are [T, B, ...], except hidden [B, H], the state before the first step, and weight
+    [B], by which the policy and value loss of each segment is multiplied. Returns loss, metrics.
     """
     network = nnx.merge(graphdef, params)
     policy, value, _ = network(batch.obs, hidden, batch.reset)
@@ -477,8 +481,8 @@ def make_train(config: Config):
     [D, S, ...], metrics are [D, S, updates]. `train` performs `updates_per_eval` updates on each
     seed, evaluates it on full episodes and keeps its best parameters. It donates its argument.
 
-    init_seed(key) and train_seed(state) are the part of one device for one seed, to be called under
-    an axis "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
+    init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
+    "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
@@ -488,7 +492,7 @@ def make_train(config: Config):
     if not 0 < num_drawn <= envs_per_device or num_drawn % config.num_minibatches:
         raise ConfigError(
             f"draw_fraction draws {num_drawn} of {envs_per_device} segments per device; it must "
-            f"draw a positive multiple of num_minibatches = {config.num_minibatches}, and not more"
+            f"draw a positive multiple of num_minibatches = {config.num_minibatches}, at most all"
         )
     env_reset, env_step, num_actions, is_discrete = make_env(config)
     policy_kind = "categorical" if is_discrete else config.policy
@@ -577,7 +581,7 @@ def make_train(config: Config):
             """Advantage and target under the current policy and value function."""
             network = nnx.merge(graphdef, params)
             policy, value, hiddens = network(batch.obs, hidden, batch.reset)
-            # Each of the hiddens has read obs, and next_obs is of the same episode: no reset.
+            # hiddens[t] has read obs[t], and next_obs[t] is of the same episode: no reset.
             _, next_value, _ = network.step(batch.next_obs, hiddens, jnp.zeros_like(batch.done))
             ratio = jnp.exp(policy.log_prob(batch.action) - batch.log_prob)
             return compute_vtrace(batch, value, next_value, ratio, config)
@@ -586,8 +590,9 @@ def make_train(config: Config):
         advantage, target = vtrace(state.params, rollout, state.runners.hidden)
         segments = (rollout, advantage, target)
         priority = jnp.abs(advantage).mean(0) ** config.priority_alpha + 1e-8  # [N], for all epochs
-        lr, ent_coef = lr_schedule(state.update), ent_schedule(state.update)
-        beta = optax.linear_schedule(config.priority_beta, 1, config.num_updates)(state.update)
+        lr, ent_coef = lr_schedule(state.updates_done), ent_schedule(state.updates_done)
+        beta_schedule = optax.linear_schedule(config.priority_beta, 1, config.num_updates)
+        beta = beta_schedule(state.updates_done)
 
         def update_minibatch(carry, minibatch):
             params, opt_state = carry
@@ -612,7 +617,7 @@ def make_train(config: Config):
         def update_epoch(carry, key):
             indices, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
-            drawn = (indices, weight / weight.mean())  # Schaul et al. divide by the maximum
+            drawn = (indices, weight / weight.mean())  # mean 1; Schaul et al. divide by the maximum
             # Sorted by score: dealt out in turn, so that no minibatch gets all of the high ones.
             deal = lambda x: x.reshape(-1, config.num_minibatches).T  # [num_minibatches, B]
             return jax.lax.scan(update_minibatch, carry, jax.tree.map(deal, drawn))
@@ -621,7 +626,7 @@ def make_train(config: Config):
         carry = (state.params, state.opt_state)
         (params, opt_state), metrics = jax.lax.scan(update_epoch, carry, keys[1:])
         metrics = jax.tree.map(lambda x: x[-1].mean(), metrics)  # the mean of the last epoch
-        episodes = psum(rollout.done.sum())  # that ended; if zero, their means are NaN
+        episodes = psum(rollout.done.sum())  # if none ended, the means are NaN
         mean = lambda x: psum(jnp.where(rollout.done, x, 0).sum()) / episodes
         metrics |= {
             "value/explained_variance": pmean(1 - (target - rollout.value).var() / target.var()),
@@ -637,7 +642,7 @@ def make_train(config: Config):
             opt_state=opt_state,
             return_stats=return_stats,
             runners=runners,
-            update=state.update + 1,
+            updates_done=state.updates_done + 1,
         )
         return state, metrics
 
@@ -674,7 +679,7 @@ def make_train(config: Config):
             opt_state=optimizer.init(params),
             return_stats=Moments(zero, zero, zero),
             runners=runners,
-            update=jnp.int32(0),
+            updates_done=jnp.int32(0),
             eval_return=jnp.float32(jnp.nan),
             best_return=jnp.float32(-jnp.inf),
             best_params=params,
@@ -708,7 +713,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -726,8 +731,8 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         elif config.init_from:
             path = Path(config.init_from, path.name)
             best = flax.serialization.msgpack_restore(path.read_bytes())["best_params"]
-            # Device 0, seed 0 -> [D, S, ...]; fresh.update is [D, S].
-            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.update.shape, *x.shape[2:]))
+            # Device 0, seed 0 -> [D, S, ...]; fresh.updates_done is [D, S].
+            copy = lambda x: np.broadcast_to(x[0, 0], (*fresh.updates_done.shape, *x.shape[2:]))
             params = flax.serialization.from_state_dict(fresh.params, jax.tree.map(copy, best))
             state = fresh._replace(params=params)
     except Exception as error:
@@ -770,7 +775,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 characters of these. The parent's name distinguishes two `seed0`.
+    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -819,7 +824,7 @@ def main(config: Config) -> dict:
         host_state = restore(host_state, config, run_dir)
     host_state = broadcast_one_to_all(host_state)
     state = my_part(host_state)
-    updates_done = int(host_state.update[0, 0])
+    updates_done = int(host_state.updates_done[0, 0])
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
@@ -855,10 +860,10 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
-            steps_per_second = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], steps_per_second)
+            call_sps = call_steps / (time.perf_counter() - call_start)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds have diverged; continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -873,10 +878,10 @@ def main(config: Config) -> dict:
     returns, seconds = host_state.eval_return[0], time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
-        "device": f"{len(host_state.update)} x {jax.devices()[0].device_kind}",
-        "env_steps": int(host_state.update[0, 0]) * config.batch_size,  # per seed
+        "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
+        "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds
+        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -887,8 +892,9 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        print(f"return {returns.mean():.4g}{interval}\nplot {run_dir}")
-        print(f"enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        # The commands of plot.py and enjoy.py.
+        print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
+        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

@@ -37,6 +37,7 @@ OPTIONS = {
     "ppo_vtrace": PPO + " --draw-fraction 1",
     "ippo": PPO + " --env-id rings",
     "ippo_rnn": PPO + " --env-id rings",
+    "mappo": PPO + " --env-id rings",
     "disco": TRAIN + AGENT + " --env-id Catch-5x5 --replay-size 8 --replay-batch 8",
     "disco_meta": SMALL + AGENT + " --num-meta-steps {calls} --valid-steps 4 --num-agents 2",
 }

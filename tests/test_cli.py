@@ -172,8 +172,8 @@ def test_what_a_terminal_shows(base):
     assert float(mean) == pytest.approx((first + second) / 2, rel=1e-3, abs=1e-3)
     # With one degree of freedom, 95% of Student's t are within 12.706 standard errors.
     assert float(half) == pytest.approx(12.706 * abs(first - second) / 2, rel=1e-2, abs=1e-3)
-    assert plot == f"plot {base.path}"
-    assert video == f"enjoy {base.path} --video {base.path / 'video.gif'}"
+    assert plot == f"to plot:  plot {base.path}"
+    assert video == f"to watch: enjoy {base.path} --video {base.path / 'video.gif'}"
     bar = base.err.split("\r")[-1].strip()
     assert re.search(r"100%.* [\d.]+k? steps/s, return \S+\]$", bar) and len(bar) <= 80
     assert "<" in bar  # elapsed < left
@@ -727,7 +727,7 @@ def test_init_from_starts_from_the_best_parameters(module, base, tmp_path, monke
     for seed in (0, 1):
         same = lambda x, y, seed=seed: np.testing.assert_array_equal(x[:, seed], y[:, 0])
         jax.tree.map(same, params, saved["best_params"])
-    assert seen[0].update.max() == 0 and np.isneginf(seen[0].best_return).all()
+    assert seen[0].updates_done.max() == 0 and np.isneginf(seen[0].best_return).all()
 
 
 def test_init_from_needs_no_more_than_the_network(module, base, tmp_path):
@@ -818,6 +818,7 @@ ONE_OF_ITS_OWN = {
     "ppo_meta": "MiniGrid-MemoryS8",
     "ippo": "HeuristicEnemySMAX/3m",
     "ippo_rnn": "HeuristicEnemySMAX/3m",
+    "mappo": "HeuristicEnemySMAX/3m",
     "disco": "Catch-8x8",
     "disco_meta": "Catch-8x8",
 }

@@ -668,7 +668,7 @@ def test_updates_wait_for_the_replay_and_then_change_everything(changes):
     after = copy(state)
     changed = jax.tree.map(lambda x, y: (x != y).any(), before.params, after.params)
     assert all(jax.tree.leaves(changed)), changed
-    assert (after.update == 2).all()
+    assert (after.updates_done == 2).all()
 
 
 @pytest.mark.usefixtures("single")

@@ -30,6 +30,10 @@ OWN_METRICS = {
         *("episode/return", "episode/length", "eval/return", "eval/length"),
         *("optim/grad_norm", "optim/lr"),
     },
+    "mappo": {
+        *("episode/return", "episode/length", "eval/return", "eval/length"),
+        *("loss/value", "optim/grad_norm", "optim/lr"),
+    },
     "disco": {
         *("loss/policy", "loss/value", "value/explained_variance"),
         *("optim/grad_norm", "optim/lr"),

@@ -21,6 +21,7 @@ TRAINABLE = [path.stem for path in ROOT.glob("*.py") if "\ndef make_train(" in p
 OTHER_SIZES = {
     "ippo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
     "ippo_rnn": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
+    "mappo": {"env_id": "rings", "num_envs": 2, "num_steps": 8, "num_minibatches": 2},
     "disco": {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2},
 }
 TIMES = list(range(7))  # states of Clock, with the final observation of a time limit
@@ -498,7 +499,15 @@ def many_devices(tmp_path_factory):
 
 def test_devices_hold_the_same_network(many_devices, module):
     arrays = many_devices(module.SCRIPT, "different")
-    shared = (".params", ".opt_state", ".update", ".return_stats", ".eval_return", ".best", "['")
+    shared = (
+        ".params",
+        ".opt_state",
+        ".updates_done",
+        ".return_stats",
+        ".eval_return",
+        ".best",
+        "['",
+    )
     for path, x in arrays.items():
         field = path.removeprefix("[0]").removeprefix("[1]")
         if field.startswith(shared):

@@ -898,7 +898,7 @@ def test_a_killed_run_continues_to_the_same_bytes(use, env, finished, tmp_path):
 
 def test_a_run_that_diverges(use, tmp_path, no_evaluation):
     use(Toy(3, scale={"agent_0": np.nan}))
-    with pytest.raises(ippo.ConfigError, match="all seeds have diverged"):
+    with pytest.raises(ippo.ConfigError, match="all seeds diverged"):
         ippo.main(small(run_dir=str(tmp_path / "run")))
 
 

@@ -69,7 +69,7 @@ def test_a_first_rollout_starts_the_statistics():
     config = probe_config(module, "Clock", num_steps=4, gamma=0.5)
     state, _ = start(module, config)
     state = first(state)
-    assert state.update == 0 and np.isnan(state.eval_return)
+    assert state.updates_done == 0 and np.isnan(state.eval_return)
     for count in (x for path, x in leaves_of(state.opt_state) if "count" in path):
         assert count == 0  # no update yet
     moments = state.params["obs_stats"]["moments"]

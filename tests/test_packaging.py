@@ -10,7 +10,7 @@ from importlib import metadata
 import pytest
 from conftest import ROOT, TINY
 
-ALL = sorted([*TINY, "disco", "disco_meta", "ippo", "ippo_rnn"])
+ALL = sorted([*TINY, "disco", "disco_meta", "ippo", "ippo_rnn", "mappo"])
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BOUNDS = {re.match(r"[\w-]+", line).group(): line for line in PROJECT["dependencies"]}
 EXTRAS = PROJECT["optional-dependencies"]

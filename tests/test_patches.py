@@ -14,7 +14,7 @@ from probes import start, to_numpy
 DETAILS = (ROOT / "docs" / "details.md").read_text()
 PATCHES = re.findall(r"```diff\n(.*?)```", DETAILS, re.S)
 MULTI_DISCRETE, TARGET_KL = PATCHES
-AGENTS = ("ippo", "ippo_rnn")
+AGENTS = ("ippo", "ippo_rnn", "mappo")
 
 
 def patched(script: str, *patches: str) -> types.ModuleType:
@@ -101,11 +101,13 @@ def test_a_masked_action_is_never_taken(train, script):
 
 
 TRAINED = ("ppo_ff", "ppo_rnn", "ippo")  # the others are only traced
-SIBLINGS = ("ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_vtrace", "ippo_rnn")
+SIBLINGS = ("ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_vtrace", "ippo_rnn", "mappo")
+UNSHARED = ("ippo, unshared", "ippo_rnn, unshared", "mappo, unshared")
 
 
-@pytest.mark.parametrize("script", [*TRAINED, *SIBLINGS])
-def test_scalars_of_the_environment_are_those_at_the_ends_of_episodes(script, monkeypatch):
+@pytest.mark.parametrize("case", [*TRAINED, *SIBLINGS, *UNSHARED])
+def test_scalars_of_the_environment_are_those_at_the_ends_of_episodes(case, monkeypatch):
+    script = case.removesuffix(", unshared")
     module = load_script(script)
     make_env = module.make_env
 
@@ -124,10 +126,11 @@ def test_scalars_of_the_environment_are_those_at_the_ends_of_episodes(script, mo
     monkeypatch.setattr(module, "make_env", make_env_with_scalars)
     if script in AGENTS:
         sizes = {"total_timesteps": 128, "num_envs": 4, "num_steps": 4, "num_minibatches": 1}
+        sizes |= {"share_parameters": case == script}
         config = module.Config(**sizes, num_evals=1, eval_episodes=1)
     else:
         config = tiny(module, num_evals=1)
-    if script not in TRAINED:
+    if case not in TRAINED:
         init, train, *_ = module.make_train(config)
         keys = jax.random.split(jax.random.PRNGKey(0), jax.local_device_count())
         _, metrics = jax.eval_shape(train, jax.eval_shape(init, keys))
