@@ -529,8 +529,8 @@ def make_train(config: Config):
             minibatches = jax.tree.map(lambda x: x[indices], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # One permutation per epoch, by a single sort (for large batches, jax.random.permutation
-        # sorts twice). They do not depend on the rollout: XLA:CPU can sort during it.
+        # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
+        # twice). The permutations need no rollout, so XLA:CPU can sort while it runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -640,7 +640,7 @@ def save(path: Path, state: TrainState):
 
 
 def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
-    """The last checkpoint of the run. Without one: `fresh`, with the parameters of `init_from`.
+    """The last checkpoint of the run. Without one: `fresh`, with the parameters of any `init_from`.
 
     Arrays are [D, S, ...]. Raises ConfigError.
     """
@@ -803,7 +803,7 @@ def main(config: Config) -> dict:
         "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
         "env_steps": int(host_state.updates_done[0, 0]) * config.batch_size,  # per seed
         "seconds": seconds,  # since the last start, including compilation
-        "steps_per_second": calls_left * call_steps / seconds,  # of all seeds, in these seconds
+        "steps_per_second": calls_left * call_steps / seconds,  # over all seeds
         "eval_return_mean": float(returns.mean()),
         "eval_return_per_seed": returns.tolist(),
         "best_return_per_seed": host_state.best_return[0].tolist(),  # biased: a maximum
@@ -814,7 +814,7 @@ def main(config: Config) -> dict:
         interval = ""
         if config.num_seeds > 1:  # 95% confidence, by Student's t
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
-        # The commands of plot.py and enjoy.py.
+        # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
         print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
     if wandb_run:
