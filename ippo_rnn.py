@@ -607,7 +607,7 @@ def make_train(config: Config):
             # into both branches.)
             truncated = transition.done & transition.next_obs.active
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(runners.done))
-            skip = lambda *_: transition.value  # any array of this shape: nothing was truncated
+            skip = lambda *_: transition.value  # read only for inactive agents, as 0
             final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
             return runners, (transition._replace(next_obs=None), final_value)
 

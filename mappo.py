@@ -373,11 +373,14 @@ class LSTM(nn.Module):
 
 
 class Moments(NamedTuple):
-    """Moving averages of the critic's targets over updates."""
+    """Moving averages over updates of the critic's targets, of all agents together.
+
+    Fields are [], or [K] with equal entries if parameters are not shared.
+    """
 
     mean: jax.Array
     square: jax.Array
-    weight: jax.Array  # of all targets so far; the rest is the weight of the initial zeros
+    weight: jax.Array  # 1 - decay ** updates: corrects the bias toward the initial zeros
 
     def add(self, target, active, decay) -> "Moments":
         """target and active are [T, N, K] on each device."""
@@ -642,7 +645,7 @@ def make_train(config: Config):
             # into both branches.)
             truncated = transition.done & transition.next_obs.active
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(runners.done))
-            skip = lambda *_: transition.value  # any array of this shape: nothing was truncated
+            skip = lambda *_: transition.value  # read only for inactive agents, as 0
             final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
             return runners, (transition._replace(next_obs=None), final_value)
 

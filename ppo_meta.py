@@ -115,7 +115,7 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # lower bound on the std of advantages: noise stays small
+    min_advantage_std: float = 0.05  # floor of the std that divides advantages
     reset_memory: bool = False  # clear memory after every episode, as an ablation
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32

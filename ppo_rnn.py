@@ -112,7 +112,7 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    min_advantage_std: float = 0.05  # lower bound on the std of advantages: noise stays small
+    min_advantage_std: float = 0.05  # floor of the std that divides advantages
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
     # Run
@@ -209,7 +209,7 @@ def make_env(config: Config):
                 raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
-    sample_task = lambda key: params  # looked up late: with the ruleset set below
+    sample_task = lambda key: params  # params as they are when it is called
     if hasattr(params, "ruleset"):  # XLand environments have one, those of MiniGrid do not
         benchmark = load_benchmark(config.benchmark_id)
         if config.ruleset_id >= benchmark.num_rulesets():
