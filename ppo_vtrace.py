@@ -618,9 +618,9 @@ def make_train(config: Config):
             indices, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
             drawn = (indices, weight / weight.mean())  # mean 1; Schaul et al. divide by the maximum
-            # Sorted by score: dealt out in turn, so that no minibatch gets all of the high ones.
-            deal = lambda x: x.reshape(-1, config.num_minibatches).T  # [num_minibatches, B]
-            return jax.lax.scan(update_minibatch, carry, jax.tree.map(deal, drawn))
+            # In order of score: mixed minibatches learn more slowly (docs/ppo_vtrace.md).
+            split = lambda x: x.reshape(config.num_minibatches, -1)  # [num_minibatches, B]
+            return jax.lax.scan(update_minibatch, carry, jax.tree.map(split, drawn))
 
         keys = jax.random.split(state.key, 1 + config.update_epochs)
         carry = (state.params, state.opt_state)

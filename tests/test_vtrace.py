@@ -261,8 +261,8 @@ def train(config, seed=0):
     return state, {name: np.array(x)[0, 0] for name, x in metrics.items()}
 
 
-def test_minibatches_are_dealt_out(monkeypatch):
-    """Rows are sorted by score. Each minibatch takes one of every num_minibatches of them."""
+def test_minibatches_are_in_order_of_score(monkeypatch):
+    """Mixed ones learn Pendulum-v1 without velocity more slowly: docs/ppo_vtrace.md."""
     seen, loss = [], module.ppo_loss
 
     def draw(key, priority, count):
@@ -277,7 +277,7 @@ def test_minibatches_are_dealt_out(monkeypatch):
     train(tiny(module, draw_fraction=1.0, num_minibatches=2, update_epochs=1))
     jax.effects_barrier()
     first, second = seen[:2]
-    assert first[0] > second[0] > first[1] > second[1]
+    assert first[0] > first[1] > second[0] > second[1]
 
 
 def test_replayed_segments_have_ratio_one():
