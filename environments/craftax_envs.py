@@ -47,6 +47,10 @@ class Config(script.Config):
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length
     hidden_size: int = 256  # width of the dense layers
+    lr: float = 1e-3  # Adam learning rate
+    gamma: float = 0.95  # discount factor
+    gae_lambda: float = 0.65  # trace decay of GAE
+    ent_coef: float = 0.01  # coefficient of the entropy bonus
 
 
 def make_env(config):

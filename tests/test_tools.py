@@ -232,12 +232,44 @@ def test_an_error_of_a_tool_is_one_line_and_exit_code_2(tool, tmp_path):
 
 # ------------------------------------- benchmarks
 @pytest.mark.parametrize(
-    "name", ["disco_figures", "gpu", "ideas", "learning", "peers", "speed", "storm"]
+    "name",
+    ["craftax_figure", "disco_figures", "gpu", "ideas", "learning", "peers", "speed", "storm"],
 )
 def test_a_benchmark_explains_itself(name):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0 and "usage" in result.stdout, result.stderr
+
+
+def test_the_score_of_craftax_counts_episodes(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import craftax_figure
+
+    # [updates, episodes, achievements]: two updates before each evaluation, none ends in the last.
+    first = [np.array([[0, 100], [100, 100]]), np.array([[0, 0]])]
+    second = [np.array([[100, 0], [100, 0], [0, 0]]), np.zeros((0, 2))]
+    names = ["env/Achievements/a", "env/Achievements/b"]
+    header = "update seed env_steps episode/count episode/return eval/return env/score time/sps"
+    for seed in (0, 1):
+        write_run(tmp_path / f"{seed}", np.zeros((4, 1)), seed=seed)
+        with open(tmp_path / f"{seed}" / "metrics.csv", "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(header.split() + names)
+            for i, episodes in enumerate(first + second):
+                mean = list(episodes.mean(axis=0)) if len(episodes) else ["", ""]
+                returns = [mean[0], seed + i if i % 2 else ""]
+                table.writerow([i, 0, 10 * i, len(episodes), *returns, mean[1], 1, *mean])
+    curves = craftax_figure.read([tmp_path / "0", tmp_path / "1"])
+    assert curves.steps.tolist() == [10, 30]
+    assert curves.eval_return.tolist() == [[1, 2], [3, 4]]
+    assert curves.count.tolist() == [[3, 3], [3, 3]]
+    expected = [np.concatenate(episodes).mean(axis=0) for episodes in (first, second)]
+    for seed in (0, 1):
+        np.testing.assert_allclose(curves.percentages[:, seed], expected)
+        np.testing.assert_allclose(curves.training_return[:, seed], np.array(expected)[:, 0])
+        np.testing.assert_allclose(curves.episode_score[:, seed], np.array(expected)[:, 1])
+    # Hafner 2021, eq. 1, of 0 % and 100 %: the square root of 1 * 101, less 1.
+    assert craftax_figure.crafter_score(np.array([0.0, 100.0])) == pytest.approx(101**0.5 - 1)
 
 
 def test_every_idea_changes_its_script(monkeypatch):
