@@ -3,10 +3,15 @@
     python enjoy.py runs/my_run                   # the absolute metric, written to summary.json
     python enjoy.py runs/my_run --episodes 100 --checkpoint last --greedy --video out.gif
     python enjoy.py runs/my_run --json > out.json # the same numbers, to be read by a program
+    python enjoy.py runs/my_run --against runs/b  # two runs play the two sides of a game
 
 All seeds play, each --episodes times. Printed are the mean return and length with its 95 %
 interval, the median, the least and the greatest; also for each agent of a team, and for each
 episode of a trial. In Python, load_policy(run_dir) is the policy as a function.
+
+--against is for runs of ippo.py, ippo_rnn.py and mappo.py on one environment with two sides: agents
+of two kinds, such as adversary_0, adversary_1 and agent_0, or exactly two agents. Each run plays
+each side. Seed i of one run meets seed i of the other; the run with fewer seeds starts over.
 
 The absolute metric is the return of the best parameters over ten times as many new episodes as an
 evaluation has by default (Gorsane et al. 2022, arXiv 2209.10485): 1280 for each seed. Choosing the
@@ -23,6 +28,7 @@ trial of ppo_meta.py, tiles that pay have a golden frame.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -80,6 +86,17 @@ def load_source(run_dir: Path, script: str) -> ModuleType:
     return module
 
 
+@contextlib.contextmanager
+def stdout_to_stderr():
+    """JaxMARL prints on import, and with Brax it sets sys.stdout to sys.__stdout__ before."""
+    before = sys.stdout, sys.__stdout__
+    sys.stdout = sys.__stdout__ = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout, sys.__stdout__ = before
+
+
 def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int | None = None) -> tuple:
     """Returns (the script's module, its Config, params [S, ...], or [...] of one seed).
 
@@ -99,7 +116,8 @@ def load_run(run_dir: Path, checkpoint: str = "best", seed_index: int | None = N
         config = module.Config(**{k: v for k, v in options.items() if k != "script"})
         # Fits any number of devices; the policy does not depend on it.
         config = dataclasses.replace(config, num_envs=config.num_envs * devices)
-        init, *_ = module.make_train(config)
+        with stdout_to_stderr():
+            init, *_ = module.make_train(config)
     except (module.ConfigError, TypeError) as error:
         raise RunError(f"{about}: {error}") from None
     expected = jax.eval_shape(init, jax.random.split(jax.random.PRNGKey(0), devices)).params
@@ -134,6 +152,7 @@ class Played(NamedTuple):
     # K: agents of ippo.py, episodes of a trial of ppo_meta.py, otherwise 1.
     returns: jax.Array  # [..., K]
     length: jax.Array  # [...]
+    info: dict = {}  # of matches: scalars [...] of the environment at the end
 
 
 def get_play(module: ModuleType, config) -> Callable:
@@ -153,6 +172,57 @@ def get_episode(module: ModuleType, config) -> Callable:
     """(params, key) -> return of an episode: the sum over agents, or over a trial."""
     play_one = get_play(module, config)
     return lambda params, key: play_one(params, key).returns.sum()
+
+
+def zeros_of(function: Callable, *args) -> Any:
+    """What the function returns, but of zeros."""
+    shapes = jax.eval_shape(function, *args)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+
+
+def make_policy(module: ModuleType, config) -> tuple[Callable, Callable]:
+    """The script's policy without its environment. Returns start, act.
+
+    start(key) -> runner, reset_key
+    act(params, runner, obs, first) -> runner, action, step_key
+
+    The keys are those with which the script would reset and step the environment.
+    """
+    make_env, calls = module.make_env, []
+
+    def make_outside_env(config):
+        """An environment that is elsewhere: it keeps its arguments and knows nothing else."""
+        reset, step, *rest = make_env(config)
+
+        def outside_reset(key, *args):
+            calls.append(key)
+            return zeros_of(lambda key: reset(key, *args), key)
+
+        def outside_step(key, env_state, action):
+            calls.append((action, key))
+            return zeros_of(step, key, env_state, action)
+
+        return outside_reset, outside_step, *rest
+
+    try:
+        module.make_env = make_outside_env
+        _, parts = get_parts(module, config)
+    finally:
+        module.make_env = make_env
+    start_episode, policy = parts.get("start_episode") or parts.get("start_trial"), parts.get("act")
+    if policy is None:  # disco.py, where they are functions of the module
+        start_episode = partial(module.start_episode, parts["env_reset"])
+        policy = partial(module.act, parts["network"], parts["env_step"])
+
+    def start(key):
+        return start_episode(key), calls.pop()
+
+    def act(params, runner, obs, first):
+        runner = runner._replace(obs=obs, done=jnp.zeros_like(runner.done) | first)
+        runner, _ = policy(params, runner, config.eval_greedy)
+        return runner, *calls.pop()
+
+    return start, act
 
 
 def load_policy(
@@ -179,39 +249,16 @@ def load_policy(
     act raises ValueError if obs has other shapes than in the run.
     """
     module, config, params = load_run(Path(run_dir), checkpoint, seed_index)
-    greedy = config.eval_greedy if greedy is None else greedy
-    make_env, actions = module.make_env, []
-
-    def zeros(function, *args):
-        """What the function returns, but of zeros."""
-        shapes = jax.eval_shape(function, *args)
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    def make_outside(config):
-        """An environment that is elsewhere: it keeps the action and knows nothing else."""
-        reset, step, *rest = make_env(config)
-
-        def outside_step(key, env_state, action):
-            actions.append(action)
-            return zeros(step, key, env_state, action)
-
-        return lambda key, *args: zeros(lambda key: reset(key, *args), key), outside_step, *rest
-
-    module.make_env = make_outside
-    _, parts = get_parts(module, config)
-    module.make_env = make_env
-    start, policy = parts.get("start_episode") or parts.get("start_trial"), parts.get("act")
-    if policy is None:  # disco.py, where they are functions of the module
-        start = partial(module.start_episode, parts["env_reset"])
-        policy = partial(module.act, parts["network"], parts["env_step"])
-    runner = start(jax.random.PRNGKey(0))
+    if greedy is not None:
+        config = dataclasses.replace(config, eval_greedy=greedy)
+    start, policy = make_policy(module, config)
+    runner, _ = start(jax.random.PRNGKey(0))
     expected, structure = jax.tree.flatten(runner.obs)
 
     @jax.jit
     def step(runner, obs, first):
-        runner = runner._replace(obs=obs, done=jnp.zeros_like(runner.done) | first)
-        runner, _ = policy(params, runner, greedy)
-        return runner, actions.pop()
+        runner, action, _ = policy(params, runner, obs, first)
+        return runner, action
 
     def act(obs, key=None, first=False):
         nonlocal runner
@@ -233,7 +280,11 @@ def load_policy(
 
 def play(module: ModuleType, config, params: Any, keys: jax.Array) -> Played:
     """Episodes of NumPy arrays [S, E, ...], one for each key [S, E], all seeds in one program."""
-    play_one = get_play(module, config)
+    return play_all(get_play(module, config), params, keys)
+
+
+def play_all(play_one: Callable, params: Any, keys: jax.Array) -> Played:
+    """play_one(params, key) for params [S, ...] and keys [S, E]."""
     # Not a vmap over seeds: nobody waits for the longest episode of another seed.
     seed = lambda x: jax.vmap(play_one, (None, 0))(*x)
     return jax.tree.map(np.asarray, jax.jit(lambda *x: jax.lax.map(seed, x))(params, keys))
@@ -281,6 +332,113 @@ def make_recorder(module: ModuleType, config) -> Callable:
 def record(module: ModuleType, config, params, key) -> list[Step]:
     """The Steps of one episode, or one trial of ppo_meta.py."""
     return make_recorder(module, config)(params, key)
+
+
+# ----------------------------------------- match
+def find_sides(names: tuple) -> dict[str, list[int]]:
+    """Side -> where its agents are in `names`. Raises RunError."""
+    names = [str(name) for name in names]
+    sides = {}
+    for k, name in enumerate(names):
+        sides.setdefault(re.sub(r"_?\d+$", "", name), []).append(k)
+    if len(sides) == 2:
+        return sides
+    if len(names) == 2:
+        return {name: [k] for k, name in enumerate(names)}
+    raise RunError(f"--against needs two sides, here the agents are {', '.join(names)}")
+
+
+def find_game(run_dirs: list[Path], loaded: list[tuple]) -> dict[str, list[int]]:
+    """The sides of the one environment of several runs. Raises RunError."""
+    games = []
+    for run_dir, (module, config, _) in zip(run_dirs, loaded, strict=True):
+        _, _, names, *_ = module.make_env(config)
+        if not isinstance(names, tuple):
+            raise RunError(f"{run_dir} is of {module.SCRIPT}, a script for single agents: no sides")
+        games.append((config.env_id, json.loads(config.env_params)))
+    if games[0] != games[1]:
+        plays = (f"{x} plays {' '.join(map(str, y))}" for x, y in zip(run_dirs, games, strict=True))
+        raise RunError(f"--against needs one environment, but {' and '.join(plays)}")
+    return find_sides(names)
+
+
+class Match(NamedTuple):
+    """What an episode between two runs carries from step to step."""
+
+    runners: tuple  # one for each run
+    obs: tuple  # as each run sees it
+    env_state: list  # the leaves
+    over: jax.Array  # [K] the agent is done
+    returns: jax.Array  # [K] so far
+    length: jax.Array
+    info: dict  # scalars of the environment at the last step
+
+
+def get_match(runs: list[tuple]) -> Callable:
+    """(params, key) -> Played, of an episode between two runs; a run is (module, config).
+
+    params: the parameters of each run, and the agents that the first one plays, bool [K].
+    """
+    policies = [make_policy(*run) for run in runs]
+    resets, steps, *_ = zip(*(module.make_env(config) for module, config in runs), strict=True)
+
+    def play_one(params, key):
+        *params, is_first = params
+        # Both runs get the same key, and each agent takes its row of the noise from one of them: a
+        # run against itself plays the episodes of its own evaluation.
+        runners, reset_keys = zip(*(start(key) for start, _ in policies), strict=True)
+        obs, env_states = zip(*(reset(reset_keys[0]) for reset in resets), strict=True)
+        # The same state to both, of which each script may have classes of its own.
+        structures = [jax.tree.structure(x) for x in env_states]
+
+        def advance(match: Match):
+            players = zip(policies, params, match.runners, match.obs, strict=True)
+            acted = [act(*player, False) for (_, act), *player in players]
+            runners, actions, step_keys = zip(*acted, strict=True)
+            mine = is_first.reshape(-1, *[1] * (actions[0].ndim - 1))
+            action = jnp.where(mine, *actions)
+            # Both make the same step, each to see the next state in its own way.
+            worlds = [structure.unflatten(match.env_state) for structure in structures]
+            pairs = zip(steps, worlds, strict=True)
+            outcomes = [step(step_keys[0], world, action) for step, world in pairs]
+            _, env_state, reward, terminated, truncated, _, *info = outcomes[0]
+            return Match(
+                runners=runners,
+                obs=tuple(outcome[0] for outcome in outcomes),
+                env_state=jax.tree.leaves(env_state),
+                over=match.over | terminated | truncated,
+                returns=match.returns + reward,
+                length=match.length + 1,
+                info=info[0] if info else {},
+            )
+
+        match = Match(
+            runners=runners,
+            obs=obs,
+            env_state=jax.tree.leaves(env_states[0]),
+            over=jnp.zeros_like(is_first),
+            returns=jnp.zeros(is_first.shape, jnp.float32),
+            length=jnp.float32(0),
+            info={},
+        )
+        match = match._replace(info=zeros_of(advance, match).info)
+        match = jax.lax.while_loop(lambda match: ~match.over.all(), advance, match)
+        return Played(match.returns, match.length, match.info)
+
+    return play_one
+
+
+def play_match(runs: list[tuple], params: list, sides: dict[str, list[int]], keys) -> Played:
+    """Episodes between two runs of NumPy arrays [2, S, E, ...], for params [S, ...], keys [S, E].
+
+    In the first half the first run plays the first side, in the second half the second side.
+    """
+    first, second = sides.values()
+    is_first = np.isin(np.arange(len(first + second)), first)  # [K]
+    twice = lambda tree: jax.tree.map(lambda x: jnp.concatenate([x, x]), tree)
+    who = np.repeat([is_first, ~is_first], len(keys), axis=0)  # [2 S, K]
+    played = play_all(get_match(runs), (*twice(params), who), twice(keys))
+    return jax.tree.map(lambda x: x.reshape(2, -1, *x.shape[1:]), played)
 
 
 # ----------------------------------------- video
@@ -779,11 +937,14 @@ def make_report(module: ModuleType, config, played: Played) -> dict:
     return report | {"length": summarize(played.length)}
 
 
-def make_table(report: dict) -> str:
+def rows_of(report: dict) -> dict[str, dict]:
     rows = {"return": report["return"]}
     for kind in ("agents", "trial_episodes"):
         rows |= {f"  {name}": row for name, row in report.get(kind, {}).items()}
-    rows["length"] = report["length"]
+    return rows | {"length": report["length"]}
+
+
+def make_table(rows: dict[str, dict]) -> str:
     width = max(map(len, rows))
     lines = [" " * width + "".join(f"{x:>10}" for x in ("mean", "± 95 %", "median", "min", "max"))]
     for name, row in rows.items():
@@ -808,8 +969,92 @@ def write_absolute_metric(run_dir: Path, per_seed: np.ndarray) -> str:
     return f"absolute metric written to {path}"
 
 
+def new_keys(seed: int, shape: tuple[int, ...]) -> jax.Array:
+    # `split` in the scripts never reaches this number: the keys are new.
+    key = jax.random.fold_in(jax.random.PRNGKey(seed), 2**32 - 1)
+    return jax.random.split(key, shape)
+
+
+def make_match_report(played: Played, sides: dict[str, list[int]]) -> list[dict]:
+    """For each order of the runs: statistics of "sides" (with their "run"), "length" and "env"."""
+    matches = []
+    for order, runs in enumerate(("AB", "BA")):
+        now = jax.tree.map(lambda x, i=order: x[i], played)
+        returns = {name: now.returns[..., places].sum(-1) for name, places in sides.items()}
+        runs = zip(runs, returns.items(), strict=True)
+        matches.append(
+            {
+                "sides": {name: {"run": run} | summarize(x) for run, (name, x) in runs},
+                "length": summarize(now.length),
+                "env": {name: summarize(np.float64(x)) for name, x in now.info.items()},
+            }
+        )
+    return matches
+
+
+def main_against(options: argparse.Namespace) -> np.ndarray:
+    """Two runs A and B play each other. Returns returns [2, pairs of seeds, episodes, K].
+
+    First A has the first side and B the second, then the reverse. Raises RunError.
+    """
+    if options.video:
+        raise RunError("--against makes no video, leave out --video")
+    run_dirs, seed_index = [options.run_dir, options.against], options.seed_index
+    loaded = [load_run(run_dir, options.checkpoint) for run_dir in run_dirs]
+    sides = find_game(run_dirs, loaded)
+    seeds = [config.num_seeds for _, config, _ in loaded]
+    if seed_index is not None and not 0 <= seed_index < max(seeds):
+        raise RunError(
+            f"seed-index = {seed_index}: there are {max(seeds)} pair(s) of seeds, from 0"
+        )
+    pairs = np.arange(max(seeds)) if seed_index is None else np.array([seed_index])
+    runs, params = [], []
+    for module, config, of_seeds in loaded:
+        if options.greedy is not None:
+            config = dataclasses.replace(config, eval_greedy=options.greedy)
+        runs.append((module, config))
+        params.append(jax.tree.map(lambda x, n=config.num_seeds: x[pairs % n], of_seeds))
+    keys = new_keys(options.seed, (max(seeds), options.episodes))[pairs]
+    played = play_match(runs, params, sides, keys)
+    matches = make_match_report(played, sides)
+    if options.json:
+        about = {
+            name: {"run_dir": str(run_dir), "script": module.SCRIPT, "greedy": config.eval_greedy}
+            for name, run_dir, (module, config) in zip("AB", run_dirs, runs, strict=True)
+        }
+        report = {
+            "runs": about,
+            "env_id": config.env_id,
+            "checkpoint": options.checkpoint,
+            "seeds": [[int(i % n) for n in seeds] for i in pairs],
+            "episodes": options.episodes,
+            "matches": matches,
+        }
+        print(json.dumps(report, indent=2))
+        return played.returns
+    print(
+        f"{config.env_id}: {options.checkpoint} policies of {len(pairs)}"
+        f" pair{'s' * (len(pairs) > 1)} of seeds,"
+        f" {options.episodes} episode{'s' * (options.episodes > 1)} each"
+    )
+    for name, run_dir, (module, config) in zip("AB", run_dirs, runs, strict=True):
+        actions = "greedy" if config.eval_greedy else "sampled"
+        print(f"{name} is {run_dir}: {module.SCRIPT}, {actions} actions")
+    for match in matches:
+        rows = {f"{row['run']} as {side}": row for side, row in match["sides"].items()}
+        rows |= {"length": match["length"]}
+        rows |= {f"env/{name}": row for name, row in match["env"].items()}
+        print(make_table(rows))
+    over = "pairs" if len(pairs) > 1 else "episodes"
+    print(f"± is half the 95 % interval of the mean over {over}")
+    return played.returns
+
+
 def main(words: list[str] | None = None) -> np.ndarray:
-    """What the command line does. Returns the returns [S, episodes]. Raises RunError."""
+    """What the command line does. Returns the returns [S, episodes]. Raises RunError.
+
+    With --against, as `main_against`.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -818,6 +1063,7 @@ def main(words: list[str] | None = None) -> np.ndarray:
     add(
         "--checkpoint", choices=["best", "last"], default="best", help="best by evaluation, or last"
     )
+    add("--against", type=Path, help="run folder: the two runs play the two sides of a game")
     add("--episodes", type=int, default=EPISODES, help="full episodes for each seed")
     add("--greedy", action=argparse.BooleanOptionalAction, help="default: as in the run")
     add("--seed-index", type=int, help="one of the run's seeds, from 0; default: all")
@@ -829,6 +1075,8 @@ def main(words: list[str] | None = None) -> np.ndarray:
     options = parser.parse_args(words)
     if min(options.episodes, options.video_episodes, options.every) < 1:
         raise RunError("--episodes, --video-episodes and --every must be at least 1")
+    if options.against:
+        return main_against(options)
     seed_index = options.seed_index
     module, config, params = load_run(options.run_dir, options.checkpoint, seed_index)
     is_absolute = options.checkpoint == "best" and seed_index is None
@@ -841,9 +1089,7 @@ def main(words: list[str] | None = None) -> np.ndarray:
         if Path(module.FILE).stem != module.SCRIPT:  # a file of environments/
             raise RunError(f"no video of {module.SCRIPT}, leave out --video")
         make_viewer(config)
-    # `split` in the scripts never reaches this number: the keys are new.
-    key = jax.random.fold_in(jax.random.PRNGKey(options.seed), 2**32 - 1)
-    keys = jax.random.split(key, (config.num_seeds, options.episodes))
+    keys = new_keys(options.seed, (config.num_seeds, options.episodes))
     if seed_index is not None:
         keys, params = jax.tree.map(lambda x: x[None], (keys[seed_index], params))
     played = play(module, config, params, keys)
@@ -869,7 +1115,7 @@ def main(words: list[str] | None = None) -> np.ndarray:
             f" {episodes} {game}{'s' * (episodes > 1)} each,"
             f" {'greedy' if config.eval_greedy else 'sampled'} actions"
         )
-        print(make_table(report))
+        print(make_table(rows_of(report)))
         print(
             f"± is half the 95 % interval of the mean over {'seeds' if seeds > 1 else 'episodes'}"
         )

@@ -300,6 +300,10 @@ def make_env(config: Config):
         actions = action if names[0] == 0 else dict(zip(names, action, strict=True))
         obs, env_state, reward, done, _ = env.step_env(step_key, env_state, actions)
         reward = stack(reward).squeeze(-1)
+        info = []
+        if hasattr(env, "num_allies"):  # SMAX; against the heuristic, its state is inside another
+            alive = getattr(env_state, "state", env_state).unit_alive
+            info = [{"won": alive[: env.num_allies].any() & ~alive[env.num_allies :].any()}]
         # SMAX pays dead agents too: they stay active.
         is_done = lambda name: done["__all__"] | (done.get(name, False) & ("SMAX" not in family))
         ended = active & jnp.stack([is_done(name) for name in names])
@@ -309,7 +313,7 @@ def make_env(config: Config):
         remaining = active & ~ended
         continued = (next_obs._replace(active=remaining), (env_state, remaining))
         obs, env_state = optax.tree.where(remaining.any(), continued, reset(reset_key))
-        return obs, env_state, reward * active, terminated, truncated, next_obs
+        return obs, env_state, reward * active, terminated, truncated, next_obs, *info
 
     return reset, step, names, continuous
 

@@ -429,7 +429,7 @@ def test_the_parts_of_a_return_are_those_of_a_recording(script, runs, many_agent
     differ = False
     for key in jax.random.split(jax.random.PRNGKey(2), 4):
         steps = record(params, key)
-        returns, length = play(params, key)
+        returns, length, _ = play(params, key)
         rewards = np.array([step.reward for step in steps])
         if script == "ppo_meta":  # [T] -> [T, K]
             rewards = rewards[:, None] * np.eye(4)[[int(s.env_state.episode) for s in steps]]

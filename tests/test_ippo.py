@@ -970,7 +970,7 @@ def follow(env_id, action, steps, **changes):
     for _ in range(steps):
         before = env_state
         obs, env_state, *outcome = step(jax.random.key(1), env_state, action)
-        seen.append((before, obs, *outcome))
+        seen.append((before, obs, *outcome[:4]))  # without scalars of the environment
     return names, action, seen
 
 
@@ -1075,6 +1075,41 @@ def test_the_time_limit_of_smax_is_no_termination(env_id):
 
 @needs_jaxmarl
 @pytest.mark.parametrize(
+    "env_id, allies, walk, max_steps", [("HeuristicEnemySMAX", 4, 4, 20), ("SMAX", 3, 0, 14)]
+)
+def test_who_has_won_is_what_jaxmarl_says(env_id, allies, walk, max_steps):
+    """By its wrapper. Units shoot at what they reach; else the allies `walk`, the others come."""
+    from jaxmarl.wrappers.baselines import SMAXLogWrapper
+
+    sizes = {"num_allies": allies, "num_enemies": 3, "max_steps": max_steps}
+    config = small(env_id=env_id, env_params=json.dumps(sizes))
+    reset, step, names, _ = ippo.make_env(config)
+    env = SMAXLogWrapper(ippo.load_env(config))
+    otherwise = jnp.array([walk if "ally" in name else 2 for name in names])
+
+    def advance(carry, key):
+        (obs, state), wrapped = carry
+        in_reach = obs.mask[:, 5:]
+        action = jnp.where(in_reach.any(1), 5 + in_reach.argmax(1), otherwise)
+        action = jnp.where(jax.random.bernoulli(key, 0.8, action.shape), action, 4)  # 4: stop
+        obs, state, _, terminated, truncated, _, info = step(key, state, action)
+        actions = dict(zip(names, action, strict=True))
+        _, wrapped, _, done, says = env.step(key, wrapped, actions)
+        over = (terminated | truncated).all()
+        seen = (over, truncated.all(), info["won"], done["__all__"], says["returned_won_episode"])
+        return ((obs, state), wrapped), seen
+
+    key, keys = jax.random.PRNGKey(1), jax.random.split(jax.random.PRNGKey(0), 400)
+    scan = jax.jit(lambda carry: jax.lax.scan(advance, carry, keys)[1])
+    over, cut, won, done, says = to_numpy(scan((reset(key), env.reset(key)[1])))
+    np.testing.assert_array_equal(over, done)
+    np.testing.assert_array_equal(won[over], says[over, 0])
+    lost = over & ~cut & ~won
+    assert won.any() and lost.any() and cut.any() and not won[~over].any()
+
+
+@needs_jaxmarl
+@pytest.mark.parametrize(
     "env_id",
     ["coin_game", "overcooked", "overcooked_v2", "jaxnav", "hanabi", "storm_2p", "storm_np"],
 )
@@ -1104,3 +1139,4 @@ def test_environments_of_jaxmarl_train(env_id, params, share, no_evaluation):
     _, after, metrics = train(config)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after.params))
     assert np.isfinite(metrics["loss/value"]).all()
+    assert ("env/won" in metrics) == ("SMAX" in env_id)

@@ -1,5 +1,8 @@
 """A critic that sees everything: what it reads, how its values are normalized, and two probes."""
 
+import inspect
+import re
+
 import flax.serialization
 import jax
 import jax.numpy as jnp
@@ -54,6 +57,13 @@ def train(config, script=mappo):
 
 
 # ------------------------------------------ world
+def test_the_environment_of_ippo_rnn_gets_a_world_and_nothing_else():
+    def without_observe(script):
+        return re.sub(r"    def observe[\s\S]*?\n\n", "", inspect.getsource(script.make_env))
+
+    assert without_observe(mappo) == without_observe(ippo_rnn) != inspect.getsource(mappo.make_env)
+
+
 class WithWorld(Toy):
     """The same walk, in an environment that tells the state of the world."""
 
