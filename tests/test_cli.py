@@ -670,7 +670,7 @@ def test_the_checkpoint_of_another_state(module, stopped):
     """Of a version of the script whose state had another field."""
     path = stopped / "checkpoint.msgpack"
     saved = flax.serialization.msgpack_restore(path.read_bytes())
-    saved["step"] = saved.pop("update")
+    saved["step"] = saved.pop("updates_done")
     path.write_bytes(flax.serialization.msgpack_serialize(saved))
     before = path.read_bytes()
     code, _, err = run(module, "--run-dir", stopped)
