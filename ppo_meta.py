@@ -95,7 +95,7 @@ class Config:
     trial_episodes: int = 4  # episodes per trial, all of one task
     trial_steps: int = 0  # end training trials after this many steps; 0: after trial_episodes
     eval_fraction: float = 0.1  # fraction of the tasks held out for evaluation
-    img_obs: bool = False  # the network sees pixels instead of symbols
+    img_obs: bool = False  # the network sees each tile as 32 x 32 pixels, not as symbols
     # Algorithm
     total_timesteps: float = 3e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length

@@ -92,7 +92,7 @@ class Config:
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
     ruleset_id: int = -1  # the only ruleset in use; -1: a random one in every episode
-    img_obs: bool = False  # the network sees pixels instead of symbols
+    img_obs: bool = False  # the network sees each tile as 32 x 32 pixels, not as symbols
     # Algorithm
     total_timesteps: float = 3e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length; at most 16 if num_envs > 1024

@@ -8,6 +8,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+# The workers inherit it before they import NumPy: they share the cores, and matrices are small.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import jax
 import pytest
 

@@ -13,7 +13,7 @@ from probes import start, to_numpy
 
 DETAILS = (ROOT / "docs" / "details.md").read_text()
 PATCHES = re.findall(r"```diff\n(.*?)```", DETAILS, re.S)
-MULTI_DISCRETE, TARGET_KL = PATCHES
+MULTI_DISCRETE, WEIGHTED_REWARD, TARGET_KL = PATCHES
 AGENTS = ("ippo", "ippo_rnn", "mappo")
 
 
@@ -142,6 +142,34 @@ def test_scalars_of_the_environment_are_those_at_the_ends_of_episodes(case, monk
     assert has_episodes.any() and np.isnan(metrics["env/three"][~has_episodes]).all()
     np.testing.assert_allclose(metrics["env/three"][has_episodes], 3, rtol=1e-6)
     np.testing.assert_allclose(metrics["env/ended"][has_episodes], 1, rtol=1e-6)
+
+
+def test_vtrace_with_a_weighted_reward():
+    """Against the sum of its definition, up to the end of an episode; it also trains."""
+    module = patched("ppo_vtrace", WEIGHTED_REWARD)
+    rng = np.random.default_rng(0)
+    reward, value, next_value = rng.normal(size=(3, 9))
+    ratio = np.exp(rng.normal(size=9))
+    done, terminated = np.arange(9) % 4 == 2, np.arange(9) == 6
+    config = tiny(module, gamma=0.9, gae_lambda=0.8, rho_clip=1.3, c_clip=0.7)
+    rho, c = np.minimum(ratio, 1.3), np.minimum(ratio, 0.7)
+    delta = rho * reward + 0.9 * next_value * ~terminated - value
+    expected = np.zeros(9)
+    for t in range(9):
+        weight = 1.0
+        for k in range(t, 9):
+            expected[t] += weight * delta[k]
+            weight *= 0.9 * 0.8 * c[k] * ~done[k]
+    unknown = dict.fromkeys(module.Transition._fields)
+    known = {"reward": reward, "terminated": terminated, "done": done}
+    rollout = module.Transition(**(unknown | jax.tree.map(jnp.array, known)))
+    arrays = map(jnp.array, (value, next_value, ratio))
+    advantage, target = module.compute_vtrace(rollout, *arrays, config)
+    np.testing.assert_allclose(advantage, expected, atol=1e-5)
+    np.testing.assert_allclose(target, expected + value, atol=1e-5)
+    state, train = start(module, tiny(module, num_evals=1))
+    state, _ = train(state)
+    assert np.isfinite(state.eval_return).all()
 
 
 def test_target_kl_ends_the_epochs_of_each_seed_by_itself():

@@ -1,5 +1,9 @@
 """ppo_vtrace.py: V-trace, the draw of segments, the NNX network, and what they train."""
 
+import os
+import subprocess
+import sys
+
 import flax.linen as nn
 import gymnax
 import jax
@@ -8,7 +12,7 @@ import numpy as np
 import probes
 import pytest
 import rlax
-from conftest import load_script, tiny
+from conftest import ROOT, load_script, tiny, with_devices
 from flax import nnx
 from scipy import stats
 from test_cli import compiling_once, flags, learned, run, run_killed
@@ -360,3 +364,56 @@ def test_an_interrupted_run_continues_to_the_same_bits(tmp_path):
     code, _, err = run(module, "--run-dir", tmp_path / "cut")
     assert code == 0, err
     assert learned(tmp_path / "cut") == learned(tmp_path / "whole")
+
+
+# ----------------------------------- many devices
+TWO_DEVICES = """
+import sys
+
+import jax
+import numpy as np
+from conftest import ROOT, load_script, tiny, with_devices
+
+module = load_script("ppo_vtrace")
+sizes = {"num_seeds": 2, "total_timesteps": 64, "num_evals": 1, "num_minibatches": 1}
+options = {"env_params": '{"max_steps_in_episode": 6}', "draw_fraction": 1.0, "lr": 1e-2}
+config = tiny(module, **sizes, **options)
+init, train, *_ = module.make_train(config)
+keys = jax.random.split(jax.random.PRNGKey(0), 2)
+state = init(keys)  # [2, S, ...]
+assert state.runners.obs.shape[:3] == (2, 2, 2)
+# One device with the environments of both, [1, S, 2 N].
+merged = jax.tree.map(lambda x: np.array(x[:1]), state)
+merge = lambda x: np.concatenate(np.array(x), axis=1)[None]
+merged = merged._replace(runners=jax.tree.map(merge, state.runners))
+two = train(state)
+jax.device_count = lambda: 1
+_, train, *_ = module.make_train(config)
+one = train(merged)
+for name, result in (("one", one), ("two", two)):
+    leaves = jax.tree_util.tree_leaves_with_path(result)
+    arrays = {jax.tree_util.keystr(path): np.array(x) for path, x in leaves}
+    np.savez(f"{sys.argv[1]}/{name}.npz", **arrays)
+"""
+
+
+def test_two_devices_learn_what_one_learns_from_the_environments_of_both(tmp_path):
+    """With every segment in one minibatch: devices draw among their own."""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    command = [sys.executable, "-W", "ignore", "-c", TWO_DEVICES, str(tmp_path)]
+    subprocess.run(command, env=with_devices(2) | {"PYTHONPATH": paths}, check=True, timeout=400)
+    one, two = (dict(np.load(tmp_path / f"{name}.npz")) for name in ("one", "two"))
+    assert one.keys() == two.keys()
+    shared = ("[0].params", "[0].opt_state", "[0].return_stats", "[0].updates_done", "[1]")
+    paths = [path for path in one if path.startswith(shared)]
+    assert len(paths) > 40 and sum(path.startswith("[1]") for path in paths) == 13
+    for path in paths:
+        x, y = one[path], two[path]
+        np.testing.assert_array_equal(y[0], y[1], err_msg=path)
+        # Evaluations have other random numbers, and a variance is not a mean over devices.
+        if "eval/" not in path and "explained_variance" not in path:
+            np.testing.assert_allclose(y[0], x[0], rtol=1e-4, atol=1e-5, err_msg=path)
+    assert (one["[1]['episode/count']"] > 0).any()
+    obs = two["[0].runners.obs"]
+    assert (obs[0] != obs[1]).any()
+    np.testing.assert_allclose(np.concatenate(obs, 1), one["[0].runners.obs"][0], atol=1e-3)
