@@ -60,6 +60,7 @@ SPEED = {  # name: script, configuration, numbers of environments, steps of a ti
     "Pendulum-v1, V-trace": ("ppo_vtrace", {"num_steps": 32}, (2**11, 2**13, 2**15), 2**23),
     "rings": ("ippo", {"env_id": "rings", "num_steps": 32}, (2**11, 2**13, 2**15), 2**23),
     "rings, memory": ("ippo_rnn", {"num_steps": 32}, (2**11, 2**13, 2**15), 2**23),
+    "rings, memory and world": ("mappo", {"num_steps": 32}, (2**11, 2**13, 2**15), 2**23),
 }
 CHOICES = {  # name: environments, steps of a timed call, alternatives in ideas.py to one program
     "Empty-6x6": (
@@ -93,6 +94,7 @@ RETURNS = [
     "ppo_rnn.py --num-envs 8192 --total-timesteps 1e7",
     "ippo.py --env-id rings --num-envs 256 --total-timesteps 2e6",
     "ippo_rnn.py --num-envs 256 --total-timesteps 2e6",
+    "mappo.py --num-envs 256 --total-timesteps 2e6",
     "ppo_drift.py --drift dpo --num-envs 1024 --num-steps 32 --total-timesteps 4e6",
     "ppo_vtrace.py --hide-velocity",
     "ppo_meta.py",

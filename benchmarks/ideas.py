@@ -100,8 +100,8 @@ IDEAS = {  # name: script, configuration, replacements
         EMPTY,
         [
             (
-                "dense(k * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1))",
-                'nn.Conv(k * config.conv_size, (2, 2), padding="VALID")(x)',
+                "dense(width * config.conv_size, 2**0.5, dtype)(jnp.concatenate(patches, -1))",
+                'nn.Conv(width * config.conv_size, (2, 2), padding="VALID")(x)',
             ),
         ],
     ),

@@ -61,7 +61,7 @@ def test_two_processes_learn_what_two_devices_learn_and_continue(tmp_path):
     results = [finish(p) for p in start_two("ppo_ff", [*words, *more], folders)]
     assert [code for code, _, _ in results] == [0, 0], results[0][2] + results[1][2]
     arrays = read_checkpoint(folders[0])
-    assert arrays["['update']"].max() == 16
+    assert arrays["['updates_done']"].max() == 16
     for name, x in arrays.items():
         if "params" in name:
             np.testing.assert_array_equal(x[0], x[1], err_msg=name)

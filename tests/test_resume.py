@@ -203,7 +203,7 @@ def test_a_run_of_which_all_seeds_diverge_ends_and_keeps_the_last_checkpoint(
     if kept is None:
         return
     arrays = read_checkpoint(path)
-    assert arrays["['update']"].max() == kept
+    assert arrays["['updates_done']"].max() == kept
     for name, x in arrays.items():
         if "params" in name or "opt_state" in name:
             assert np.isfinite(x).all(), name
