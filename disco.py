@@ -763,9 +763,8 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = pmean((grads, metrics))
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state)
-    step_size = (
-        1 - config.target_decay
-    )  # toward the parameters before this step, as in the authors' code
+    # The average moves toward the parameters before this step, as in the authors' code.
+    step_size = 1 - config.target_decay
     state = state._replace(
         params=optax.apply_updates(state.params, updates),
         target_params=optax.incremental_update(state.params, state.target_params, step_size),

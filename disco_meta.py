@@ -4,10 +4,10 @@ Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_tr
 population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
 gradient of the updated agents' returns, back through the agents' updates. One meta step:
 
-    rollouts   each agent plays K rollouts and one for validation, before any update
-    updates    K times: one step of the agent (disco.learn) and one of its critic
-    meta-loss  policy gradient of the updated agent on the validation rollout, with the critic's
-               advantages, plus entropy bonuses and target regularizers
+    rollouts     each agent plays K rollouts and one for validation, before any update
+    updates      K times: one step of the agent (disco.learn) and one of its critic
+    meta-loss    policy gradient of the updated agent on the validation rollout, with the critic's
+                 advantages, plus entropy bonuses and target regularizers
     meta-update  differentiate through the K updates, average over agents; one step of Adam
 
 V-trace corrects for the validation rollout being off-policy: it was played before the updates.
@@ -16,7 +16,7 @@ notebook's is one step off); an agent is replaced by a new one after `lifetime` 
 Axes: L = T + 1 steps of a rollout, of which the last only bootstraps; K inner updates, P agents,
 D devices; N environments per agent and device.
 
-    python disco_meta.py --seed 1
+    python disco_meta.py
 """
 
 # /// script

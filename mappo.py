@@ -5,7 +5,7 @@ As in MAPPO (Yu et al. 2022, arXiv 2103.01955), an agent acts on its own observa
 critic reads the state of the world: `world_state` where the environment has one, else the
 observations of all agents. Values are normalized by their running mean and standard deviation. All
 agents share one network, which also reads the agent's index, or each has its own. `eval/return` is
-the sum over the agents. All seeds train and evaluate in one XLA program. What differs from most:
+the sum over the agents. All seeds train in one program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
 - actor and critic have memories, learning rates, epochs and gradient clipping of their own;
@@ -253,12 +253,12 @@ def make_env(config: Config):
 
     Both handle a single environment; all but key and env_state have a leading agent axis, [K, ...].
     `obs` and `next_obs` are Observations; `next_obs` is the one that the actions led to. An agent
-    is terminated or truncated once; from then on, it is not active and is paid 0. When the
-    last agent is done, `step` resets the environment: `obs` is then the first observation
-    of the next episode. Episodes must end, or evaluations never do. Continuous actions are samples
-    of a Gaussian: `step` clips them, here to [-1, 1], and rescales them. A seventh output of `step`
-    is optional: a dictionary of scalars, logged as env/<name> where an episode ends. Raises
-    ConfigError.
+    is terminated or truncated once; from then on, it is not active and is paid 0. (In the next_obs
+    of a truncation it still is: its return bootstraps from there.) When the last agent is done,
+    `step` resets the environment: `obs` is then the first observation of the next episode. Episodes
+    must end, or evaluations never do. Continuous actions are samples of a Gaussian: `step` clips
+    them, here to [-1, 1], and rescales them. A seventh output of `step` is optional: a dictionary
+    of scalars, logged as env/<name> where an episode ends. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
