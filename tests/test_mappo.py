@@ -195,6 +195,35 @@ def test_values_are_in_units_of_the_reward_and_their_loss_is_of_normalized_ones(
     assert_close(jax.tree.map(lambda x: x[0, 0], stats).mean_and_std(), (mean, std), rtol=1e-4)
 
 
+@pytest.mark.parametrize("clip", [False, True])
+def test_the_value_loss_is_that_of_normalized_values(clip):
+    """Their change is clipped in units of the deviation; against NumPy in float64."""
+    config = small(clip_value=clip)
+    network = mappo.ActorCritic(False, config)
+    keys = iter(jax.random.split(jax.random.PRNGKey(0), 6))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)
+    every = jnp.ones((6, 5), bool)
+    obs = mappo.Observation(normal(6, 5, 3), normal(6, 5, 7), jnp.ones((6, 5, 4), bool), every)
+    zeros = {"actor": jnp.zeros((5, 4)), "critic": jnp.zeros((5, 4))}
+    params = network.init(next(keys), obs, zeros, ~every)
+    stats = mappo.Moments(*jnp.float32([0.5 * 3, 0.5 * (9 + 10.0**2), 0.5]))  # mean 3, std 10
+    params = params | {"value_stats": {"moments": stats}}
+    _, value, _ = network.apply(params, obs, zeros, ~every)
+    old, target = value + 4 * normal(6, 5), value + 10 * normal(6, 5)
+    batch = mappo.Transition(
+        *(obs, ~every, jax.tree.map(lambda x: x[None], zeros), jnp.zeros((6, 5), int)),
+        *(jnp.zeros((6, 5)), old, *[None] * 6),
+    )
+    _, metrics = mappo.ppo_loss(params, network, batch, jnp.zeros((6, 5)), target, 0.0, config)
+    value, old, target = (np.float64((x - 3) / 10) for x in (value, old, target))
+    error = (value - target) ** 2
+    if clip:
+        near = old + np.clip(value - old, -config.clip_eps, config.clip_eps)
+        assert 0.1 < (near != value).mean() < 0.9
+        error = np.maximum(error, (near - target) ** 2)
+    assert float(metrics["loss/value"]) == pytest.approx(0.5 * error.mean(), rel=1e-4)
+
+
 # --------------------------------------- training
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_a_single_agent_learns_as_in_ippo_rnn(use, cell, no_evaluation):
