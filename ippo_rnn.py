@@ -248,13 +248,13 @@ def make_env(config: Config):
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
     Both handle a single environment; all but key and env_state have a leading agent axis, [K, ...].
-    `obs` and `next_obs` are Observations; `next_obs` is the one that the actions led to. An agent
-    is terminated or truncated once; from then on, it is not active and is paid 0. (In the next_obs
-    of a truncation it still is: its return bootstraps from there.) When the last agent is done,
-    `step` resets the environment: `obs` is then the first observation of the next episode. Episodes
-    must end, or evaluations never do. Continuous actions are samples of a Gaussian: `step` clips
-    them, here to [-1, 1], and rescales them. A seventh output of `step` is optional: a dictionary
-    of scalars, logged as env/<name> where an episode ends. Raises ConfigError.
+    `obs` and `next_obs` are Observations; the actions led to `next_obs`. An agent is terminated or
+    truncated once; from then on, it is not active and is paid 0. (In the next_obs of a truncation
+    it still is: its return bootstraps from there.) When the last agent is done, `step` resets the
+    environment: `obs` is then the first observation of the next episode. Episodes must end, or
+    evaluations never do. Continuous actions are samples of a Gaussian: `step` clips them, here to
+    [-1, 1], and rescales them. `step` may return a seventh: a dictionary of scalars, logged as
+    env/<name> where an episode ends. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
