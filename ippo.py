@@ -174,13 +174,13 @@ class Rings:
 
 def jaxnav_time_limit(env, state, reward):
     ended = state.goal_reached | state.move_term
-    # Unless agents evaporate, all act until the last one has ended.
+    # Agents that evaporate leave one by one, [K]; else all act until the last one has ended, [].
     return ~(ended if env.evaporating else ended.all())
 
 
+BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
 # JaxMARL does not say why an agent is done. First word of env_id -> time_limit(env, state, reward):
 # whether the agents that are done in this state merely ran out of time, [] or [K].
-BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
 TIME_LIMIT = dict.fromkeys(("MPE", "coin", "overcooked", "storm"), lambda *_: True)
 TIME_LIMIT |= dict.fromkeys(BRAX, lambda env, state, reward: state.info["truncation"] > 0)
 TIME_LIMIT |= {
@@ -251,8 +251,8 @@ def make_env(config: Config):
     it still is: its return bootstraps from there.) When the last agent is done, `step` resets the
     environment: `obs` is then the first observation of the next episode. Episodes must end, or
     evaluations never do. Continuous actions are samples of a Gaussian: `step` clips them, here to
-    [-1, 1], and rescales them. `step` may return a seventh: a dictionary of scalars, logged as
-    env/<name> where an episode ends. Raises ConfigError.
+    [-1, 1], and rescales them. `step` may return a seventh value: scalars by name, logged as
+    env/<name> where an episode ends. `names` are the agents', in K's order. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -570,7 +570,7 @@ def make_train(config: Config):
                 parts[part], opt_state[part] = optax.tree.where(learns[part], new, old)
             return ({"params": parts}, opt_state, learns), metrics
 
-        if not config.share_parameters:  # over K: all of the carry; the samples [B, K, ...]
+        if not config.share_parameters:  # K: axis 0 of the carry, 1 of [B, K, ...]
             update_minibatch = jax.vmap(update_minibatch, (0, 1))
 
         def update_epoch(carry, x):

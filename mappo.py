@@ -179,13 +179,13 @@ class Rings:
 
 def jaxnav_time_limit(env, state, reward):
     ended = state.goal_reached | state.move_term
-    # Unless agents evaporate, all act until the last one has ended.
+    # Agents that evaporate leave one by one, [K]; else all act until the last one has ended, [].
     return ~(ended if env.evaporating else ended.all())
 
 
+BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
 # JaxMARL does not say why an agent is done. First word of env_id -> time_limit(env, state, reward):
 # whether the agents that are done in this state merely ran out of time, [] or [K].
-BRAX = ("ant", "halfcheetah", "hopper", "humanoid", "walker2d")
 TIME_LIMIT = dict.fromkeys(("MPE", "coin", "overcooked", "storm"), lambda *_: True)
 TIME_LIMIT |= dict.fromkeys(BRAX, lambda env, state, reward: state.info["truncation"] > 0)
 TIME_LIMIT |= {
@@ -257,8 +257,8 @@ def make_env(config: Config):
     it still is: its return bootstraps from there.) When the last agent is done, `step` resets the
     environment: `obs` is then the first observation of the next episode. Episodes must end, or
     evaluations never do. Continuous actions are samples of a Gaussian: `step` clips them, here to
-    [-1, 1], and rescales them. `step` may return a seventh: a dictionary of scalars, logged as
-    env/<name> where an episode ends. Raises ConfigError.
+    [-1, 1], and rescales them. `step` may return a seventh value: scalars by name, logged as
+    env/<name> where an episode ends. `names` are the agents', in K's order. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -418,9 +418,10 @@ class ActorCritic(nn.Module):
         critic = RNN(1, 1.0, self.config, name="critic")
         outputs, actor_hidden = actor(obs.features, hidden["actor"], reset)
         value, critic_hidden = critic(obs.world, hidden["critic"], reset)
-        stats = self.variable("value_stats", "moments", lambda: Moments(*jnp.zeros(3, jnp.float32)))
-        mean, std = jax.lax.stop_gradient(stats.value.mean_and_std())
-        value = mean + std * value
+        zeros = lambda: Moments(*jnp.zeros(3, jnp.float32))
+        moments = self.variable("value_stats", "moments", zeros).value
+        value_mean, value_std = jax.lax.stop_gradient(moments.mean_and_std())
+        value = value_mean + value_std * value
         hidden = {"actor": actor_hidden, "critic": critic_hidden}
         # Masked outputs are constants and get no gradient.
         value = jnp.where(obs.active, value.squeeze(-1), 0)
@@ -454,7 +455,7 @@ class RNN(nn.Module):
 class Transition(NamedTuple):
     obs: Observation  # [K, ...], like all below but hidden and info
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [1, N, K, H] before the first step of a rollout; None in single steps
+    hidden: Any  # [1, N, K, H] at the start of a rollout; None in single steps
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
@@ -649,7 +650,7 @@ def make_train(config: Config):
             # into both branches.)
             truncated = transition.done & transition.next_obs.active
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(runners.done))
-            skip = lambda *_: transition.value  # read only for inactive agents, as 0
+            skip = lambda *_: transition.value  # not read if terminated; 0 if not active
             final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
             return runners, (transition._replace(next_obs=None), final_value)
 
@@ -661,8 +662,8 @@ def make_train(config: Config):
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         params, active = state.params, rollout.obs.active
         if config.normalize_value:
-            stats = params["value_stats"]["moments"].add(target, active, config.value_decay)
-            params = params | {"value_stats": {"moments": stats}}
+            moments = params["value_stats"]["moments"].add(target, active, config.value_decay)
+            params = params | {"value_stats": {"moments": moments}}
         hidden = jax.tree.map(lambda x: x[None], state.runners.hidden)
         rollout = rollout._replace(hidden=hidden)
         samples = (rollout._replace(info={}), advantage, target)  # [T, N, K, ...]; info has no K
@@ -697,7 +698,7 @@ def make_train(config: Config):
                 parts[part], opt_state[part] = optax.tree.where(learns[part], new, old)
             return (params | {"params": parts}, opt_state, learns), metrics
 
-        if not config.share_parameters:  # over K: all of the carry; the samples [T, B, K, ...]
+        if not config.share_parameters:  # K: axis 0 of the carry, 2 of [T, B, K, ...]
             update_minibatch = jax.vmap(update_minibatch, (0, 2))
 
         def update_epoch(carry, x):

@@ -331,7 +331,7 @@ class ActorCritic(nn.Module):
 class Transition(NamedTuple):
     obs: Observation
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [1, N, H] before the first step of a rollout; None in single steps
+    hidden: Any  # [1, N, H] at the start of a rollout; None in single steps
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array

@@ -35,6 +35,11 @@ if jax.__version__.startswith("0.10.") and QUICK_FLAG not in FLAGS:  # others ma
 os.environ.update({QUICK: "true", "XLA_FLAGS": FLAGS})
 jax.config.update("jax_disable_most_optimizations", True)
 
+# They import environments, so they come after the flags.
+import xminigrid.environment
+from xminigrid.core.goals import AgentOnTileGoal
+from xminigrid.envs.minigrid.empty import Empty, EmptyRandom
+
 # Tracing makes many small objects and no garbage: with the usual threshold of 700, a sixth of the
 # time goes to looking for some.
 gc.set_threshold(200_000, 20, 100)
@@ -44,6 +49,25 @@ SCRIPTS = [path.stem for path in sorted(ROOT.glob("ppo_*.py"))]
 SCRIPTS.remove("ppo_drift")  # but for its loss it is ppo_ff; see test_drift.py
 SCRIPTS.remove("ppo_meta")  # but for its trials it is ppo_rnn; see test_meta.py
 SCRIPTS.remove("ppo_vtrace")  # see test_vtrace.py
+
+
+# XLand-MiniGrid compiles all kinds of rules and goals, for seconds. An empty room has no rules, and
+# one goal: test_xland.py compares the steps.
+WITHOUT_RULES = {
+    "check_rule": lambda rules, grid, agent, action, position: (grid, agent),
+    "check_goal": lambda goal, *state: AgentOnTileGoal.decode(goal)(*state),
+}
+step_with_rules = xminigrid.environment.Environment.step
+
+
+def step_without_rules(self, params, timestep, action):
+    with pytest.MonkeyPatch.context() as patch:
+        for name, function in WITHOUT_RULES.items():
+            patch.setattr(xminigrid.environment, name, function)
+        return step_with_rules(self, params, timestep, action)
+
+
+Empty.step = EmptyRandom.step = step_without_rules
 
 SMALL = {
     "total_timesteps": 128,

@@ -37,7 +37,7 @@ def play(module, time_limit, push):
 
 
 @pytest.mark.parametrize("time_limit, push", [(5, 0.0), (1000, 1.0)])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS[:2])  # that of ppo_vtrace is ppo_obs_norm's
 def test_episodes_are_those_of_the_unwrapped_environment(script, time_limit, push, env):
     outcome = play(load_script(script), time_limit, push)
     first_obs, keys, obs, reward, terminated, truncated, next_obs = outcome
@@ -82,7 +82,7 @@ def test_double_precision_leaves_every_type_as_it_is():
         assert x.dtype in (jnp.float32, jnp.int32)
 
 
-@pytest.mark.parametrize("script", ["ppo_continuous", "ppo_vtrace"])
+@pytest.mark.parametrize("script", ["ppo_continuous"])
 def test_a_video_holds_every_state(script, tmp_path):
     module = load_script(script)
     config = module.Config(env_id=f"brax/{ENV_ID}")

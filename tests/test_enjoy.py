@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import xminigrid
-from conftest import ROOT, SCRIPTS, load_script, tiny, with_devices
+from conftest import ROOT, load_script, tiny, with_devices
 from PIL import Image
 from xminigrid.core.constants import Colors, Tiles
 
@@ -32,8 +32,8 @@ DISCO = {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs":
 DISCO |= {"replay_batch": 4, "replay_size": 6, "hidden_size": 8, "feature_size": 8}
 DISCO |= {"model_size": 4, "branch_size": 4, "eval_episodes": 4, "num_evals": 2}
 DISCO |= {"total_timesteps": 64}
-# ppo_drift acts as ppo_ff does, ppo_continuous as ppo_obs_norm.
-PLAYED = [x for x in SCRIPTS if x != "ppo_continuous"] + ["ppo_vtrace", "disco"]
+# ppo_drift acts as ppo_ff does, ppo_continuous as ppo_obs_norm, ppo_rnn as ppo_meta.
+PLAYED = ["ppo_ff", "ppo_obs_norm", "ppo_vtrace", "disco"]
 
 
 @pytest.fixture(scope="module")

@@ -325,7 +325,7 @@ def test_a_final_observation_of_nan_is_not_used(script):
     assert np.isfinite(state.eval_return).all() and np.isfinite(metrics["loss/value"]).all()
 
 
-@pytest.mark.parametrize("script", ["ppo_ff", "ppo_rnn"])  # the same functions as in the others
+@pytest.mark.parametrize("script", ["ppo_ff"])  # the same functions as in the others
 def test_sweep_over_traced_numbers_is_that_of_separate_runs(script):
     """init_seed and train_seed vmapped over fields of Config."""
     module = load_script(script)

@@ -238,7 +238,7 @@ def test_a_single_agent_learns_as_in_ippo_rnn(use, cell, no_evaluation):
     assert_close(metrics, expected_metrics, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize(("share", "cell"), KINDS)
+@pytest.mark.parametrize(("share", "cell"), KINDS[1:])  # the other one: test_ippo_rnn.py
 def test_permuting_the_agents_permutes_the_results(use, monkeypatch, share, cell, no_evaluation):
     monkeypatch.setattr(mappo.distrax, "Categorical", Hashed)
     config = small(share_parameters=share, cell=cell, num_minibatches=1, actor_lr=0.01)
@@ -275,7 +275,7 @@ def test_permuting_the_agents_permutes_the_results(use, monkeypatch, share, cell
         np.testing.assert_allclose(metrics[name], permuted_metrics[name], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("share", "cell"), KINDS)
+@pytest.mark.parametrize(("share", "cell"), KINDS[:1])  # the other one: test_ippo_rnn.py
 def test_a_killed_run_continues_to_the_same_bytes(use, share, cell, tmp_path):
     use(Toy(3))
     sizes = {"num_evals": 2, "num_seeds": 2, "total_timesteps": 128}

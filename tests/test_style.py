@@ -46,7 +46,7 @@ OVERRUN = {
     "ppo_rnn": (7_700, 125),
     "ppo_meta": (5_800, 105),
     "ppo_vtrace": (4_700, 95),
-    "ippo": (6_900, 110),
+    "ippo": (7_000, 110),
     "ippo_rnn": (7_100, 95),
     "mappo": (4_500, 50),
     "disco": (6_300, 125),
@@ -62,9 +62,9 @@ DIFFS = {  # parent, child: lines removed and added; in brackets, what HOUSE_STY
     ("ppo_ff", "ppo_rnn"): 335,  # (250) the loader that runs no code, and the pass at time limits
     ("ppo_rnn", "ppo_meta"): 233,  # (200) no pass at time limits, and the network's second input
     ("ppo_obs_norm", "ppo_vtrace"): 324,  # (300) comments that readers asked for
-    ("ppo_ff", "ippo"): 451,  # (380) comments that readers asked for
+    ("ppo_ff", "ippo"): 453,  # (380) comments that readers asked for
     ("ippo", "ippo_rnn"): 193,
-    ("ippo_rnn", "mappo"): 84,
+    ("ippo_rnn", "mappo"): 85,
 }
 SHARED = {  # each of these is byte-identical in the scripts named
     "ConfigError": SCRIPTS,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import xminigrid
-from conftest import load_script, tiny
+from conftest import load_script, step_with_rules, tiny
 from probes import probe_config, probes_for, start
 from test_cli import run
 from xminigrid.benchmarks import save_bz2_pickle
@@ -231,7 +231,7 @@ def test_env_params_replace_those_of_the_environment(benchmark):
     assert obs.grid.shape == (7, 7, 2) and truncated
 
 
-@pytest.mark.parametrize("options", [{"img_obs": True}, {"bf16": True, "memory": False}])
+@pytest.mark.parametrize("options", [{"img_obs": True, "bf16": True}, {"memory": False}])
 def test_trains_on_a_benchmark(benchmark, options):
     config = xland(num_evals=1, total_timesteps=32, env_params='{"max_steps": 9}', **options)
     init, train, *_ = ppo_rnn.make_train(config)
@@ -305,3 +305,24 @@ def test_small_advantages_are_not_scaled_up(monkeypatch):
         unbounded, bounded = gradient_norm(1e-9), gradient_norm(10.0)
     assert stds[0] == stds[-1] and 0.1 < stds[0] < 5
     np.testing.assert_allclose(bounded * 10, unbounded * stds[0], rtol=1e-4)
+
+
+@pytest.mark.parametrize("env_id", ["MiniGrid-Empty-5x5", "MiniGrid-EmptyRandom-5x5"])
+def test_an_empty_room_needs_no_rules(env_id):
+    """The tests step it without, since that compiles faster: see conftest.py."""
+    env, params = xminigrid.make(env_id)
+    actions = jax.random.randint(jax.random.key(1), (300, 64), 0, env.num_actions(params))
+    first = jax.vmap(env.reset, (None, 0))(params, jax.random.split(jax.random.key(0), 64))
+    outcomes = []
+    for step in (type(env).step, step_with_rules):
+
+        def play(timestep, action, step=step):
+            timestep = jax.vmap(step, (None, None, 0, 0))(env, params, timestep, action)
+            kept = (timestep.state.grid, timestep.observation, timestep.discount, timestep.reward)
+            return timestep, kept
+
+        outcomes.append(jax.lax.scan(play, first, actions)[1])
+    (*exact, reward), (*expected, expected_reward) = outcomes
+    assert type(env).step is not step_with_rules and (reward > 0).any()
+    jax.tree.map(np.testing.assert_array_equal, exact, expected)
+    np.testing.assert_allclose(reward, expected_reward, atol=1e-6)
