@@ -305,8 +305,9 @@ class Memory(nnx.Module):
             carry, output = self.cell(carry, feature)
             return carry, (output, carry)
 
-        features = nnx.tanh(self.encoder(obs))
-        return jax.lax.scan(step, carry, (features, reset | self.forget))[1]
+        xs = (nnx.tanh(self.encoder(obs)), reset | self.forget)
+        unroll = 1 if jax.default_backend() == "cpu" else 16  # fewer, larger kernels on a GPU
+        return jax.lax.scan(step, carry, xs, unroll=unroll)[1]
 
 
 class ActorCritic(nnx.Module):

@@ -2,14 +2,19 @@
 
     python benchmarks/gpu.py > gpu.md                 # the tables of docs/results.md#on-a-gpu
     python benchmarks/gpu.py --shrink 256             # the same at small sizes, to try it on a CPU
+    python benchmarks/gpu.py --tables peers --minutes 5 \
+        --peers purejaxrl=DIR rejax=DIR xland=DIR     # beside others: see peers.md
+    python benchmarks/gpu.py --tables brax            # trainings on Brax at its usual sizes
 
-Three tables: complete training runs (`other s`: compilation and files); steps/s of every script;
-what the choices made for CPUs cost on a GPU (the alternatives are defined in ideas.py). Each entry
-of SPEED and CHOICES is a process that compiles all its programs and waits. Up to five of them, or
-training runs, work at a time, so compilation takes longer than alone, and XLA chooses its kernels
-on a busy GPU. When all have compiled, they are timed one by one. After 70 % of `--minutes` no
-compilation starts, after 85 % the remaining ones are stopped, and at the end everything is: "no
-time left".
+Four tables, or some with `--tables`: `runs`, complete trainings (`other s`: compilation and files;
+`again`: the same command with the cache of compiled programs that the first one has filled);
+`speed`, steps/s of every script; `choices`, what those made for CPUs cost on a GPU (the
+alternatives are defined in ideas.py); `peers`, steps/s beside other projects, of the same work as
+far as they offer it. Each entry of SPEED, CHOICES and PEERS is a process that compiles all its
+programs and waits. Up to five of them, or training runs, work at a time, so compilation takes
+longer than alone, and XLA chooses its kernels on a busy GPU. When all have compiled, they are timed
+one by one. After 70 % of `--minutes` no compilation starts, after 85 % the remaining ones are
+stopped, and at the end everything is: "no time left".
 """
 
 import argparse
@@ -37,6 +42,28 @@ BREAKOUT |= {"num_steps": 32, "num_minibatches": 8}
 PENDULUM = {"num_steps": 32, "num_minibatches": 8}
 GRU = {"hidden_size": 1024, "head_size": 256, "num_steps": 16}
 FOUR_MINIBATCHES = {**GRU, "num_minibatches": 4}
+FOUR_ENVS = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
+# One-hot tiles and colors in place of its embeddings: see peers.md.
+XLANDS_NETWORK = {"conv_size": 16, "embedding_size": 0, "num_steps": 16, "num_minibatches": 16}
+
+
+def pure(envs: int, steps: int, minibatches: int) -> dict:
+    """Options of PureJaxRL."""
+    return {"NUM_ENVS": envs, "NUM_STEPS": steps, "NUM_MINIBATCHES": minibatches}
+
+
+def rejax(envs: int, steps: int, minibatches: int) -> dict:
+    """Options of rejax: CartPole-v1, and the network and epochs of PureJaxRL."""
+    return {
+        "env_id": "CartPole-v1",
+        "agent_kwargs": {"activation": "tanh"},
+        "num_envs": envs,
+        "num_steps": steps,
+        "num_minibatches": minibatches,
+        "num_epochs": 4,
+    }
+
+
 SPEED = {  # name: script, configuration, numbers of environments, steps of a timed call
     # Those that compile longest come first.
     "Catch-5x5, meta-training": ("disco_meta", {}, (2**5, 2**7, 2**9), 2**16),
@@ -85,6 +112,99 @@ CHOICES = {  # name: environments, steps of a timed call, alternatives in ideas.
         ("jax.random.permutation, not argsort (CartPole)",),
     ),
 }
+PEERS = {  # work: environment steps of a timed call, programs by system
+    "CartPole-v1, 2048 x 32": (
+        2**23,
+        {
+            "ours": ("ppo_ff", {**CARTPOLE, "num_envs": 2**11, "update_epochs": 4}),
+            "purejaxrl": pure(2**11, 32, 8),
+            "rejax": rejax(2**11, 32, 8),
+        },
+    ),
+    "CartPole-v1, 2^17 x 32": (
+        2**25,
+        {
+            "ours": ("ppo_ff", {**CARTPOLE, "num_envs": 2**17, "update_epochs": 4}),
+            "purejaxrl": pure(2**17, 32, 8),
+            "rejax": rejax(2**17, 32, 8),
+        },
+    ),
+    "CartPole-v1, 1024 seeds x 4 x 128": (
+        2**24,
+        {
+            "ours": ("ppo_ff", {**FOUR_ENVS, "num_seeds": 2**10}),
+            "purejaxrl": {**pure(4, 128, 4), "SEEDS": 2**10},
+            "rejax": {**rejax(4, 128, 4), "seeds": 2**10},
+        },
+    ),
+    "CartPole-v1, 4096 seeds x 4 x 128": (
+        2**25,
+        {
+            "ours": ("ppo_ff", {**FOUR_ENVS, "num_seeds": 2**12}),
+            "purejaxrl": {**pure(4, 128, 4), "SEEDS": 2**12},
+            "rejax": {**rejax(4, 128, 4), "seeds": 2**12},
+        },
+    ),
+    "Breakout-MinAtar, MLP, 2048 x 32": (
+        2**22,
+        {
+            "ours": (
+                "ppo_ff",
+                {
+                    **CARTPOLE,
+                    "env_id": "Breakout-MinAtar",
+                    "flat_obs": True,
+                    "num_envs": 2**11,
+                    "update_epochs": 4,
+                },
+            ),
+            "purejaxrl": {**pure(2**11, 32, 8), "ENV_NAME": "Breakout-MinAtar"},
+        },
+    ),
+    "Breakout-MinAtar, CNN, 2048 x 32": (
+        2**22,
+        {"ours": ("ppo_ff", {**BREAKOUT, "num_envs": 2**11, "update_epochs": 4})},
+    ),
+    "Pendulum-v1, normalized, 2048 x 32": (
+        2**22,
+        {
+            "ours": ("ppo_obs_norm", {**PENDULUM, "num_envs": 2**11, "update_epochs": 4}),
+            "purejaxrl": {
+                **pure(2**11, 32, 8),
+                "ENV_NAME": "Pendulum-v1",
+                "NORMALIZE_ENV": True,
+            },
+        },
+    ),
+    **{
+        f"Empty-6x6, 8192 x 16, GRU {units}, {'bf16' if bf16 else 'float32'}": (
+            2**20,
+            {
+                "ours": (
+                    "ppo_rnn",
+                    {
+                        **XLANDS_NETWORK,
+                        "num_envs": 2**13,
+                        "hidden_size": units,
+                        "head_size": heads,
+                        "bf16": bf16,
+                    },
+                ),
+                "xland": {
+                    "env_id": "MiniGrid-Empty-6x6",
+                    "num_envs": 2**13,
+                    "num_steps": 16,
+                    "num_minibatches": 16,
+                    "rnn_hidden_dim": units,
+                    "head_hidden_dim": heads,
+                    "enable_bf16": bf16,
+                },
+            },
+        )
+        for units, heads in ((64, 64), (1024, 256))
+        for bf16 in (False, True)
+    },
+}
 RETURNS = [
     "ppo_ff.py --num-envs 1024 --num-steps 32 --total-timesteps 4e6",
     "ppo_ff.py --env-id Breakout-MinAtar --hidden-size 128 --lr 7e-3 --num-envs 1024"
@@ -100,6 +220,20 @@ RETURNS = [
     "ppo_meta.py",
     "disco.py --rule actor_critic --lr 5e-4 --ent-coef 0.2 --vf-coef 0.5",
 ]
+
+
+# Brax at the sizes of its own published settings (4096 environments, 32 minibatches, gamma 0.97).
+BRAX = [
+    f"ppo_obs_norm.py --env-id brax/{name} --num-envs {envs} --num-steps 20 --num-minibatches 32"
+    " --update-epochs 4 --gamma 0.97 --lr 3e-4 --num-seeds 1 --total-timesteps 5e7"
+    for name, envs in (("ant", 4096), ("halfcheetah", 2048))
+]
+AGAIN = ("ppo_ff.py", "ppo_rnn.py")  # their runs are repeated with a full cache
+TABLES = ("runs", "peers", "speed", "choices")  # of ten minutes; "brax" needs as much alone
+
+
+def peer_folders(args: argparse.Namespace) -> dict:
+    return dict(peer.split("=", 1) for peer in args.peers)
 
 
 def sizes(name: str, shrink: int, num_sizes: int) -> list:
@@ -132,7 +266,37 @@ def alternatives(name: str, shrink: int) -> list:
     return [(size, partial(compile_changed, x)) for x in changes]
 
 
-def measure(kind: str, name: str, shrink: int, num_sizes: int, until: float):
+def of_a_system(name: str, shrink: int, folders: dict) -> list:
+    """Number of environments and a function that compiles, for one program of PEERS."""
+    import peers
+    import speed
+
+    work, system = name.split("/")
+    steps, programs = PEERS[work]
+    steps //= shrink
+    options = programs[system]
+    if system == "ours":
+        script, options = options
+        options = smaller(options, shrink)
+        return [(options["num_envs"], partial(speed.compile_ours, script, options, steps))]
+    options = smaller(options, shrink)
+    compile_peer = {
+        "purejaxrl": peers.purejaxrl_program,
+        "rejax": peers.rejax_program,
+        "xland": peers.xland_single_program,
+    }[system]
+    envs = options.get("num_envs", options.get("NUM_ENVS"))
+    return [(envs, partial(compile_peer, folders[system], options, steps))]
+
+
+def smaller(options: dict, shrink: int) -> dict:
+    """Environments and seeds divided, but never fewer than 16 environments or 2 seeds."""
+    least = {"num_envs": 16, "NUM_ENVS": 16, "num_seeds": 2, "seeds": 2, "SEEDS": 2}
+    divided = lambda name, x: min(x, max(x // shrink, least[name])) if name in least else x
+    return {name: divided(name, x) for name, x in options.items()}
+
+
+def measure(kind: str, name: str, args: argparse.Namespace):
     """The process of an entry. Prints JSON per program: environments, steps/s, compile seconds.
 
     Where something went wrong, a message takes the place of steps/s.
@@ -141,11 +305,15 @@ def measure(kind: str, name: str, shrink: int, num_sizes: int, until: float):
 
     out, sys.stdout = sys.stdout, sys.stderr  # `out` for the lines below only
     programs = []
-    for num_envs, compile_program in (
-        sizes(name, shrink, num_sizes) if kind == "speed" else alternatives(name, shrink)
-    ):
+    if kind == "speed":
+        entries = sizes(name, args.shrink, args.sizes)
+    elif kind == "choices":
+        entries = alternatives(name, args.shrink)
+    else:
+        entries = of_a_system(name, args.shrink, peer_folders(args))
+    for num_envs, compile_program in entries:
         program = "no time left"
-        if time.time() < until:
+        if time.time() < args.until:
             try:
                 program = compile_program()
             except Exception as error:
@@ -176,6 +344,7 @@ class Entry:
         start_until, compile_until, self.deadline = times
         command = [sys.executable, "-W", "ignore", __file__, "--measure", kind, name]
         command += ["--shrink", str(args.shrink), "--sizes", str(args.sizes)]
+        command += ["--peers", *args.peers]
         command += ["--until", str(start_until)]
         self.process, self.problem = None, "no time left"
         if time.time() < start_until:
@@ -216,30 +385,36 @@ def train(words: str, shrink: int, times: tuple) -> str:
         words += " --num-envs 16 --total-timesteps 1e5"
     start_until, compile_until, _ = times
     if time.time() > start_until:
-        return f"| `{words}` | no time left | | | | |"
+        return f"| `{words}` | no time left | | | | | |"
+    totals = []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-W", "ignore", *words.split(), "--run-dir", folder]
-        start = time.time()
-        try:
-            subprocess.run(
-                command,
-                cwd=ROOT,
-                env=ENV,
-                check=True,
-                capture_output=True,
-                timeout=compile_until - start,
-            )
-        except subprocess.CalledProcessError as error:
-            print(error.stderr.decode(), file=sys.stderr)
-            return f"| `{words}` | failed | | | | |"
-        except subprocess.TimeoutExpired:
-            return f"| `{words}` | no time left | | | | |"
-        total = time.time() - start
-        summary = json.loads(Path(folder, "summary.json").read_text())
-        seconds = plot.read_run(Path(folder), "eval/return").curve.seconds[-1]  # of training
+        environment = {**ENV, "JAX_COMPILATION_CACHE_DIR": f"{folder}/cache"}
+        for run in ("first", "again")[: 1 + (words.split(" --")[0] in AGAIN)]:
+            run_dir, start = Path(folder, run), time.time()
+            command = [sys.executable, "-W", "ignore", *words.split(), "--run-dir", str(run_dir)]
+            try:
+                subprocess.run(
+                    command,
+                    cwd=ROOT,
+                    env=environment,
+                    check=True,
+                    capture_output=True,
+                    timeout=max(compile_until - start, 0),
+                )
+            except subprocess.CalledProcessError as error:
+                print(error.stderr.decode(), file=sys.stderr)
+                return f"| `{words}` | failed | | | | | |"
+            except subprocess.TimeoutExpired:
+                if not totals:
+                    return f"| `{words}` | no time left | | | | | |"
+                break
+            totals.append(f"{time.time() - start:.1f}")
+        summary = json.loads(Path(folder, "first", "summary.json").read_text())
+        curve = plot.read_run(Path(folder, "first"), "eval/return").curve
+    seconds = curve.seconds[-1]  # of training
     cells = f"{summary['eval_return_mean']:.4g} | {summary['env_steps'] / seconds:,.0f} | "
-    cells += f"{summary['seconds'] - seconds:.1f} | {seconds:.1f} | {total:.1f}"
-    return f"| `{words}` | {cells} |"
+    cells += f"{summary['seconds'] - seconds:.1f} | {seconds:.1f} | "
+    return f"| `{words}` | {cells}{' | '.join([*totals, ''][:2])} |"
 
 
 def describe_machine() -> str:
@@ -259,33 +434,50 @@ def main():
     parser.add_argument("--shrink", type=int, default=1, help="divide the environments by this")
     parser.add_argument("--sizes", type=int, default=3, help="the largest sizes of each script")
     parser.add_argument("--minutes", type=float, default=9.5, help="stop after these")
+    parser.add_argument("--tables", nargs="+", choices=(*TABLES, "brax"), default=TABLES)
+    parser.add_argument("--peers", nargs="*", default=[], metavar="NAME=DIR", help="see peers.md")
     parser.add_argument("--only", default="", help="rows that match this regular expression")
     parser.add_argument("--measure", nargs=2, metavar=("KIND", "NAME"), help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.measure:
-        return measure(*args.measure, args.shrink, args.sizes, args.until)
+        return measure(*args.measure, args)
     start = time.time()
     times = tuple(start + fraction * 60 * args.minutes for fraction in (0.7, 0.85, 1.0))
     print(describe_machine(), flush=True)
-    wanted = lambda names: [name for name in names if re.search(args.only, name)]
+    folders = peer_folders(args)
+    found = lambda names: [name for name in names if re.search(args.only, name)]
+    wanted = lambda table, names: found(names) if table in args.tables else []
     with ThreadPoolExecutor(5) as pool:
-        speeds = {name: pool.submit(Entry, "speed", name, args, times) for name in wanted(SPEED)}
-        choices = {
-            name: pool.submit(Entry, "choices", name, args, times) for name in wanted(CHOICES)
+        entry = partial(pool.submit, Entry)
+        programs = {
+            work: {
+                system: entry("peers", f"{work}/{system}", args, times)
+                for system in PEERS[work][1]
+                if system == "ours" or system in folders
+            }
+            for work in wanted("peers", PEERS)
         }
-        runs = [pool.submit(train, words, args.shrink, times) for words in wanted(RETURNS)]
-    print("\n| command | return | steps/s | other s | training s | seconds in all |")
-    print("|---|---|---|---|---|---|", *(run.result() for run in runs), sep="\n", flush=True)
-    print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
+        speeds = {name: entry("speed", name, args, times) for name in wanted("speed", SPEED)}
+        choices = {name: entry("choices", name, args, times) for name in wanted("choices", CHOICES)}
+        words = [*wanted("runs", RETURNS), *wanted("brax", BRAX)]
+        runs = [pool.submit(train, x, args.shrink, times) for x in words]
+    if runs:
+        print("\n| command | return | steps/s | other s | training s | seconds in all | again |")
+        print("|---|---|---|---|---|---|---|", *(x.result() for x in runs), sep="\n", flush=True)
+    if programs:
+        print_beside_peers(programs)
+    if speeds:
+        print("\n| work | environments | steps/s | compile s |\n|---|---|---|---|", flush=True)
     for name, entry in speeds.items():
         for num_envs, rate, seconds in reversed(entry.result().results()):
             if seconds is not None:
                 rate, seconds = f"{rate:,.0f}", f"{seconds:.1f}"
             work = f"`{SPEED[name][0]}.py`, {name}"
             print(f"| {work} | {num_envs} | {rate} | {seconds or ''} |", flush=True)
-    print("\n| alternative to a choice | environments | steps/s without it | with it | |")
-    print("|---|---|---|---|---|", flush=True)
+    if choices:
+        print("\n| alternative to a choice | environments | steps/s without it | with it | |")
+        print("|---|---|---|---|---|", flush=True)
     for name, entry in choices.items():
         (_, plain, _), *changed = results = entry.result().results()
         names = CHOICES[name][2]
@@ -295,6 +487,24 @@ def main():
             if isinstance(plain, float) and isinstance(rate, float):
                 cells = f"{num_envs} | {plain:,.0f} | {rate:,.0f} | {rate / plain:.2f} ×"
             print(f"| {choice} | {cells} |", flush=True)
+
+
+def print_beside_peers(programs: dict):
+    """Steps/s of every system and, in brackets, ours divided by theirs."""
+    systems = ["ours", *dict.fromkeys(x for each in programs.values() for x in each if x != "ours")]
+    print(f"\n| work | {' | '.join(systems)} |\n|---|{'---|' * len(systems)}", flush=True)
+    for work, entries in programs.items():
+        cells, our_rate = [], None
+        for system in systems:
+            if system not in entries:
+                cells.append("")
+                continue
+            _, rate, _ = entries[system].result().results()[0]
+            our_rate = rate if system == "ours" else our_rate
+            both = isinstance(rate, float) and isinstance(our_rate, float) and system != "ours"
+            ratio = f" ({our_rate / rate:.2f} ×)" if both else ""
+            cells.append(f"{rate:,.0f}{ratio}" if isinstance(rate, float) else rate)
+        print(f"| {work} | {' | '.join(cells)} |", flush=True)
 
 
 if __name__ == "__main__":

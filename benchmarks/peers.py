@@ -188,6 +188,25 @@ def purejaxrl_clock(path, words):
     return clock(program, config["NUM_ENVS"] * config["NUM_STEPS"])
 
 
+def purejaxrl_program(path, options, steps):
+    """A training of so many steps: seconds to compile, steps of all seeds, call()."""
+    options = dict(options)
+    seeds = options.pop("SEEDS", 1)
+    make_train, config = purejaxrl_trainer(path, options)
+    batch = config["NUM_ENVS"] * config["NUM_STEPS"]
+    updates = max(1, steps // (seeds * batch))
+    train = make_train({**config, "TOTAL_TIMESTEPS": updates * batch})
+    seconds, call = compiled(*side_by_side(train, seeds))
+    return seconds, seeds * updates * batch, call
+
+
+def side_by_side(train, seeds):
+    """A function of the returned key, or keys: one seed without vmap."""
+    if seeds == 1:
+        return train, jax.random.PRNGKey(0)
+    return jax.vmap(train), jax.random.split(jax.random.PRNGKey(0), seeds)
+
+
 def purejaxrl(path, script, options, steps_per_call, calls):
     env_id = "CartPole-v1" if script == "ppo_ff" else "Pendulum-v1"
     env_id = options.get("env_id", env_id)
@@ -307,6 +326,29 @@ def rejax(path, script, options, steps_per_call, calls):
     ).replace(eval_callback=lambda *_: ())
     seconds, call = compiled(lambda key: agent.train(key), jax.random.PRNGKey(0))
     return seconds, steps, timed_calls(call, calls)
+
+
+def rejax_program(path, options, steps):
+    """A training of so many steps, without evaluation; options are fields of its PPO."""
+    import gymnax
+
+    sys.path.insert(0, f"{path}/src")
+    from rejax import PPO
+
+    options = dict(options)
+    seeds, (env, params) = options.pop("seeds", 1), gymnax.make(options.pop("env_id"))
+    batch = options["num_envs"] * options["num_steps"]
+    updates = max(1, steps // (seeds * batch))
+    agent = PPO.create(
+        env=FiveValues(env),
+        env_params=params,
+        total_timesteps=updates * batch,
+        eval_freq=updates * batch,
+        skip_initial_evaluation=True,
+        **options,
+    ).replace(eval_callback=lambda *_: ())
+    seconds, call = compiled(*side_by_side(lambda key: agent.train(key), seeds))
+    return seconds, seeds * updates * batch, call
 
 
 STOIX_CONTINUOUS = ("gymnax/pendulum", "gymnax/mountain_car_continuous")
@@ -650,6 +692,17 @@ def xland_clock(path, words):
     config = lambda steps: module.TrainConfig(**{**options, "total_timesteps": steps})
     program = lambda steps: xland_program(module, config(steps))
     return clock(program, options["num_envs"] * options["num_steps"], least=1)
+
+
+def xland_single_program(path, options, steps):
+    """A training of so many steps, without evaluation; options are those of its TrainConfig."""
+    module = xland_module(path)
+    module.rollout = lambda *_: Evaluation(jax.numpy.zeros(()), jax.numpy.zeros(()))
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps // batch) * batch
+    config = module.TrainConfig(**options, total_timesteps=steps, eval_episodes=1)
+    seconds, call = xland_program(module, config)
+    return seconds, steps, call
 
 
 def xland(path, script, options, steps_per_call, calls):

@@ -233,7 +233,17 @@ def test_an_error_of_a_tool_is_one_line_and_exit_code_2(tool, tmp_path):
 # ------------------------------------- benchmarks
 @pytest.mark.parametrize(
     "name",
-    ["craftax_figure", "disco_figures", "gpu", "ideas", "learning", "peers", "speed", "storm"],
+    [
+        "craftax_figure",
+        "disco_figures",
+        "gpu",
+        "ideas",
+        "kernels",
+        "learning",
+        "peers",
+        "speed",
+        "storm",
+    ],
 )
 def test_a_benchmark_explains_itself(name):
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--help"]
@@ -298,7 +308,7 @@ def test_the_rows_of_the_gpu_tables_exist(monkeypatch):
     scripts = {path.name for path in ROOT.glob("*.py")} - {"enjoy.py", "plot.py"}
     assert {f"{script}.py" for script, *_ in gpu.SPEED.values()} == scripts
     assert {words.split()[0] for words in gpu.RETURNS} == scripts - {"disco_meta.py"}
-    for words in gpu.RETURNS:
+    for words in (*gpu.RETURNS, *gpu.BRAX):
         script, *options = words.split()
         config = tyro.cli(load_script(script[:-3]).Config, args=options)
         assert config.num_updates > 0
@@ -313,8 +323,64 @@ def test_the_gpu_tables_name_what_no_time_was_left_for(monkeypatch, capsys):
     gpu.main()
     lines = capsys.readouterr().out.splitlines()
     alternatives = [name for *_, names in gpu.CHOICES.values() for name in names]
-    for name in (*gpu.RETURNS, *gpu.SPEED, *alternatives):
+    for name in (*gpu.RETURNS, *gpu.PEERS, *gpu.SPEED, *alternatives):
         assert [line for line in lines if name in line and "no time left" in line], name
+
+
+def test_the_programs_beside_peers_are_ours(monkeypatch):
+    """Every work has a program of ours, and peers get as many environments, steps and seeds."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import gpu
+
+    for work, (steps, programs) in gpu.PEERS.items():
+        script, options = programs["ours"]
+        config = load_script(script).Config(
+            **{name: x for name, x in options.items() if name != "flat_obs"}
+        )
+        assert config.batch_size * config.num_seeds <= steps, work
+        for system, theirs in programs.items():
+            theirs = {name.lower(): x for name, x in theirs.items()} if system != "ours" else {}
+            for name in {"num_envs", "num_steps", "num_minibatches"} & theirs.keys():
+                assert theirs[name] == getattr(config, name), (work, system, name)
+            assert system == "ours" or theirs.get("seeds", 1) == config.num_seeds
+    small = gpu.smaller({"num_envs": 2048, "num_steps": 32, "num_seeds": 1}, 64)
+    assert small == {"num_envs": 32, "num_steps": 32, "num_seeds": 1}
+    assert gpu.smaller({"NUM_ENVS": 4, "SEEDS": 4096}, 64) == {"NUM_ENVS": 4, "SEEDS": 64}
+
+
+def test_kernels_in_loops_are_counted(monkeypatch):
+    """On a program for a CPU: five steps, of which each writes a row of three steps of its own."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import kernels
+
+    def inner(x, _):
+        return jax.numpy.sin(x) @ x, x.sum()
+
+    def outer(x, _):
+        return jax.lax.scan(inner, x, None, 3)
+
+    program = jax.jit(lambda x: jax.lax.scan(outer, x, None, 5)).lower(jax.numpy.eye(8)).compile()
+    whole = kernels.count(kernels.parse(program.as_text()), "ENTRY")
+    (loop,) = whole.loops
+    (innermost,) = loop.loops
+    assert (loop.trips, innermost.trips) == (5, 3) and not innermost.loops
+    alone = innermost.kernels.total()
+    assert alone >= 3  # a product, a write and the condition of the loop
+    assert kernels.total(loop).total() == loop.kernels.total() + 3 * alone
+    assert kernels.total(whole).total() == (
+        whole.kernels.total() + 5 * (loop.kernels.total() + 3 * alone)
+    )
+    assert loop.kernels["write into an array"] + innermost.kernels["write into an array"] >= 1
+
+
+def test_the_kernels_of_all_scripts_are_counted(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import kernels
+
+    scripts = {path.stem for path in ROOT.glob("*.py")} - {"enjoy", "plot", "disco", "disco_meta"}
+    assert {script for script, _ in kernels.PROGRAMS.values()} == scripts
+    for script, options in kernels.PROGRAMS.values():
+        load_script(script).Config(**options)
 
 
 @pytest.mark.parametrize("env_id", ["Pendulum-v1", "brax/hopper"])  # side by side, in turns
