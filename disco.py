@@ -89,7 +89,10 @@ OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, other
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Reinforcement learning with the discovered update rule Disco103."""
+    """Reinforcement learning with the discovered update rule Disco103.
+
+    For example: python disco.py --rule actor_critic --lr 5e-4 --num-seeds 3
+    """
 
     # Environment
     env_id: str = "Catch-8x8"  # Catch-<rows>x<columns> or a gymnax environment

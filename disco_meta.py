@@ -75,7 +75,10 @@ from disco import ConfigError, append_rows, open_table, pmean, psum, restore, sa
 # ----------------------------------------- config
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Meta-training of an update rule."""
+    """Meta-training of an update rule.
+
+    For example: python disco_meta.py --num-meta-steps 1000 --seed 1
+    """
 
     # Environment
     env_id: str = "Catch-5x5"  # Catch-<rows>x<columns> or a gymnax environment

@@ -86,7 +86,10 @@ OTHERS = "single agents: ppo_ff.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Independent PPO for many agents."""
+    """Independent PPO for many agents.
+
+    For example: python ippo.py --env-id MPE_simple_spread_v3 --num-seeds 5
+    """
 
     # Environment
     env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; "list" prints all

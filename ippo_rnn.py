@@ -86,7 +86,10 @@ OTHERS = "single agents: ppo_ff.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Independent PPO for many agents with memory."""
+    """Independent PPO for many agents with memory.
+
+    For example: python ippo_rnn.py --env-id HeuristicEnemySMAX/3m --cell lstm
+    """
 
     # Environment
     env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; "list" prints all

@@ -87,7 +87,10 @@ OTHERS = "single agents: ppo_ff.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """PPO for many agents with memory and a critic that sees everything."""
+    """PPO for many agents with memory and a critic that sees everything.
+
+    For example: python mappo.py --env-id HeuristicEnemySMAX/3m --cell lstm
+    """
 
     # Environment
     env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; "list" prints all

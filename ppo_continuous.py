@@ -80,7 +80,10 @@ OTHERS = "MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """PPO for continuous actions with feed-forward networks."""
+    """PPO for continuous actions with feed-forward networks.
+
+    For example: python ppo_continuous.py --policy beta --num-seeds 5
+    """
 
     # Environment
     env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; "list" prints all

@@ -84,7 +84,10 @@ OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, other
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """PPO with a choice of drift."""
+    """PPO with a choice of drift.
+
+    For example: python ppo_drift.py --drift spo --num-seeds 5
+    """
 
     # Environment
     env_id: str = "CartPole-v1"  # gymnax environment; "list" prints all

@@ -80,7 +80,10 @@ OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, other
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """PPO for discrete actions with feed-forward networks."""
+    """PPO for discrete actions with feed-forward networks.
+
+    For example: python ppo_ff.py --env-id Breakout-MinAtar --lr 7e-3 --num-seeds 5
+    """
 
     # Environment
     env_id: str = "CartPole-v1"  # gymnax environment; "list" prints all

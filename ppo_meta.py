@@ -86,7 +86,10 @@ OTHERS = "Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments."""
+    """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments.
+
+    For example: python ppo_meta.py --num-seeds 3 --num-evals 20
+    """
 
     # Environment
     env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment; "list" prints all

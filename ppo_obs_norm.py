@@ -83,7 +83,10 @@ OTHERS = "MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """PPO with normalized observations and rewards."""
+    """PPO with normalized observations and rewards.
+
+    For example: python ppo_obs_norm.py --env-id brax/hopper --num-envs 64
+    """
 
     # Environment
     env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; "list" prints all

@@ -85,7 +85,10 @@ OTHERS = "Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Recurrent PPO with a GRU, on XLand-MiniGrid environments."""
+    """Recurrent PPO with a GRU, on XLand-MiniGrid environments.
+
+    For example: python ppo_rnn.py --env-id MiniGrid-Empty-6x6 --num-envs 8192
+    """
 
     # Environment
     env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment; "list" prints all

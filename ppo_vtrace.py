@@ -85,7 +85,10 @@ OTHERS = "MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Recurrent PPO with V-trace advantages and prioritized segments."""
+    """Recurrent PPO with V-trace advantages and prioritized segments.
+
+    For example: python ppo_vtrace.py --hide-velocity --num-seeds 5
+    """
 
     # Environment
     env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; "list" prints all
