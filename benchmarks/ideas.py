@@ -75,6 +75,13 @@ PASS_AT_EVERY_STEP_RNN = [
         "critic(*final)",
     ),
 ]
+ADAM_ON_EACH = [
+    ("grads, unravel = ravel_pytree(grads)", "unravel = lambda tree: tree"),
+    ("jnp.linalg.norm(grads)", "optax.tree.norm(grads)"),
+    ("-lr * updates", "optax.tree.scale(-lr, updates)"),
+    ("optimizer.init(ravel_pytree(params)[0])", "optimizer.init(params)"),
+]
+FOUR_ENVS = {"num_envs": 4, "num_steps": 128, "num_minibatches": 4, "update_epochs": 4}
 PERMUTATION = [
     (
         "indices = jnp.argsort(bits)",
@@ -212,6 +219,18 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_ff",
         BREAKOUT,
         GATHER,
+    ),
+    "Adam on each array, not on one vector (CartPole, 4 environments)": (
+        "ppo_ff",
+        FOUR_ENVS,
+        ADAM_ON_EACH,
+    ),
+    "Adam on each array, not on one vector (CartPole)": ("ppo_ff", CARTPOLE, ADAM_ON_EACH),
+    "Adam on each array, not on one vector (Breakout)": ("ppo_ff", BREAKOUT, ADAM_ON_EACH),
+    "GAE step by step, not unrolled (CartPole)": (
+        "ppo_ff",
+        CARTPOLE,
+        [("reverse=True, unroll=8)", "reverse=True)")],
     ),
     "float32 observations, not bool (Breakout)": (
         "ppo_ff",
