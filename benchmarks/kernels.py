@@ -70,8 +70,8 @@ PROGRAMS = {  # the row: script, configuration
     "Pendulum-v1": ("ppo_continuous", SAME_SIZES),
     "Pendulum-v1, normalized": ("ppo_obs_norm", SAME_SIZES),
     "Pendulum-v1, V-trace": ("ppo_vtrace", SAME_SIZES),
-    "Empty-6x6": ("ppo_rnn", {"num_envs": 8192}),
-    "MemoryS8, trials": ("ppo_meta", {"num_envs": 8192}),
+    "Empty-6x6": ("ppo_rnn", {"num_envs": 8192, "update_epochs": 2}),  # one is no loop
+    "MemoryS8, trials": ("ppo_meta", {"num_envs": 8192, "update_epochs": 2}),
     "rings": ("ippo", SAME_SIZES),
     "rings, memory": ("ippo_rnn", SAME_SIZES),
     "rings, memory and world": ("mappo", SAME_SIZES),
@@ -97,7 +97,7 @@ def our_program(script: str, options: dict, sharding):
     module = importlib.import_module(script)
     jax.default_backend = lambda: "gpu"  # decides how far the GRU is unrolled
     config = module.Config(**options)
-    steps = UPDATES * config.num_envs * config.num_steps
+    steps = UPDATES * config.batch_size
     config = module.Config(**options, total_timesteps=steps, num_evals=1, eval_episodes=1)
     init, _, _, train_seed = module.make_train(config)
     of_one_seed = lambda x: jax.ShapeDtypeStruct(x.shape[2:], x.dtype, sharding=sharding)

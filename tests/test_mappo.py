@@ -235,7 +235,8 @@ def test_a_single_agent_learns_as_in_ippo_rnn(use, cell, no_evaluation):
     state, program = start(ippo_rnn, small(ippo_rnn, **options))
     expected, expected_metrics = program(state)
     assert_close(after.params["params"], expected.params["params"], rtol=1e-5, atol=1e-7)
-    assert_close(metrics, expected_metrics, rtol=1e-5, atol=1e-7)
+    # The policy loss is a mean of numbers of order one that cancel.
+    assert_close(metrics, expected_metrics, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("share", "cell"), KINDS[1:])  # the other one: test_ippo_rnn.py
