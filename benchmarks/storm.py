@@ -41,8 +41,10 @@ OPTIONS = {
     "disco": TRAIN + AGENT + " --env-id Catch-5x5 --replay-size 8 --replay-batch 8",
     "disco_meta": SMALL + AGENT + " --num-meta-steps {calls} --valid-steps 4 --num-agents 2",
 }
-LONGER = {"disco_meta": "--meta-lr 3e-4 --num-evals {calls} --num-meta-steps {calls}"}
-CHANGED = "--lr 1e-4 --num-evals {calls} --total-timesteps {steps}"
+LONGER = "--lr 1e-4 --num-evals {calls} --total-timesteps {steps}"
+OF_AGENTS = LONGER.replace("--lr", "--actor-lr")
+CHANGED = dict.fromkeys(OPTIONS, LONGER) | dict.fromkeys(("ippo", "ippo_rnn", "mappo"), OF_AGENTS)
+CHANGED["disco_meta"] = "--meta-lr 3e-4 --num-evals {calls} --num-meta-steps {calls}"
 
 
 def start(script: Path, run_dir: Path, options: list[str]) -> subprocess.Popen:
@@ -102,8 +104,7 @@ def storm(script: Path, folder: Path, kills: int, options: list[str]) -> dict:
     finish(start(script, disturbed, options))
     checkpoint, rows = read(undisturbed)
     other_checkpoint, other_rows = read(disturbed)
-    changed = CHANGED.replace("--lr", "--actor-lr") if "ippo" in script.stem else CHANGED
-    changed = LONGER.get(script.stem, changed).format(calls=calls + 5, steps=64 * (calls + 5))
+    changed = CHANGED.get(script.stem, LONGER).format(calls=calls + 5, steps=64 * (calls + 5))
     finish(start(script, disturbed, [*options, *changed.split()]))
     _, more_rows = read(disturbed)
     return {

@@ -294,6 +294,17 @@ def test_every_idea_changes_its_script(monkeypatch):
         compile(source, script, "exec")
 
 
+def test_the_options_of_a_storm_exist(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import storm
+
+    scripts = {path.stem for path in ROOT.glob("*.py")} - {"enjoy", "plot"}
+    assert scripts == storm.OPTIONS.keys() == storm.CHANGED.keys()
+    for script in scripts:
+        words = f"{storm.OPTIONS[script]} {storm.CHANGED[script]}".format(calls=5, steps=64)
+        tyro.cli(load_script(script).Config, args=words.split())
+
+
 def test_the_rows_of_the_gpu_tables_exist(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import gpu
