@@ -168,7 +168,10 @@ PEERS = {  # work: environment steps of a timed call, programs by system
     "Pendulum-v1, normalized, 2048 x 32": (
         2**22,
         {
-            "ours": ("ppo_obs_norm", {**PENDULUM, "num_envs": 2**11, "update_epochs": 4}),
+            "ours": (  # PureJaxRL has networks of this width
+                "ppo_obs_norm",
+                {**PENDULUM, "num_envs": 2**11, "update_epochs": 4, "hidden_size": 256},
+            ),
             "purejaxrl": {
                 **pure(2**11, 32, 8),
                 "ENV_NAME": "Pendulum-v1",
