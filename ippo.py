@@ -415,7 +415,8 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    zero = jnp.zeros_like(delta[0])  # on a GPU, unroll=8 makes 8 steps one kernel
+    # Unrolled, eight steps are one kernel on a GPU.
+    zero = jnp.zeros_like(delta[0])
     _, advantage = jax.lax.scan(step, zero, (delta, decay), reverse=True, unroll=8)
     return advantage, advantage + rollout.value
 

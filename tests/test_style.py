@@ -41,9 +41,9 @@ HOUSE_STYLE = {
 # ppo_drift, masks of legal actions; in ppo_rnn and ppo_meta, a loader that runs no code.
 OVERRUN = {
     "ppo_ff": (4_900, 95),
-    "ppo_drift": (5_800, 105),
+    "ppo_drift": (5_800, 110),
     "ppo_continuous": (5_300, 100),
-    "ppo_obs_norm": (6_300, 110),
+    "ppo_obs_norm": (6_300, 115),
     "ppo_rnn": (7_900, 130),
     "ppo_meta": (6_100, 110),
     "ppo_vtrace": (5_100, 100),
