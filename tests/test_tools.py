@@ -236,6 +236,7 @@ def test_an_error_of_a_tool_is_one_line_and_exit_code_2(tool, tmp_path):
     [
         "craftax_figure",
         "disco_figures",
+        "families_figure",
         "gpu",
         "ideas",
         "kernels",
