@@ -97,10 +97,81 @@ TINY = {  # what differs from SMALL
 TINY["ppo_meta"] = TINY["ppo_rnn"]
 
 
-def pytest_collection_modifyitems(items):
+# `pytest --slow` runs these as well: they repeat with another script or option what a test of the
+# same name has shown, or take most of a minute. Beginnings of names.
+SLOW = """
+test_brax: test_episodes_are_those_of_the_unwrapped_environment[ppo_obs_norm
+test_disco: test_updates_wait_for_the_replay_and_then_change_everything[{'env_id'
+test_enjoy: test_a_picture_of_many_agents_moves_with_its_state[MPE_simple_tag_v3
+test_enjoy: test_a_picture_of_many_agents_moves_with_its_state[overcooked
+test_enjoy: test_a_policy_acts_outside_of_its_script[ppo_obs_norm
+test_enjoy: test_a_policy_acts_outside_of_its_script[ppo_vtrace
+test_enjoy: test_replayed_returns_are_those_of_the_runs_evaluation[ppo_ff
+test_invariants: test_a_final_observation_of_nan_is_not_used[ppo_continuous
+test_invariants: test_a_final_observation_of_nan_is_not_used[ppo_drift
+test_invariants: test_a_final_observation_of_nan_is_not_used[ppo_obs_norm
+test_invariants: test_copies_of_a_device_learn_what_one_learns[ppo_continuous
+test_invariants: test_copies_of_a_device_learn_what_one_learns[ppo_obs_norm
+test_invariants: test_evaluation_is_that_of_a_python_loop[ppo_continuous
+test_invariants: test_evaluation_is_that_of_a_python_loop[ppo_obs_norm
+test_invariants: test_first_minibatch_has_ratio_one[ppo_continuous
+test_invariants: test_first_minibatch_has_ratio_one[ppo_obs_norm
+test_invariants: test_training_is_deterministic[ppo_continuous
+test_invariants: test_training_is_deterministic[ppo_obs_norm
+test_ippo: test_advantages_are_normalized_over_agents_that_have_not_left[True
+test_ippo: test_environments_of_jaxmarl_train[MPE_simple_facmac_v1
+test_ippo: test_environments_of_jaxmarl_train[MPE_simple_speaker_listener_v4
+test_ippo: test_environments_of_jaxmarl_train[storm_2p
+test_ippo: test_nothing_is_learned_from_an_agent_that_has_left[True
+test_ippo: test_permuting_the_agents_permutes_the_results[True
+test_ippo: test_rings_is_learned[True
+test_ippo: test_the_time_limit_of_mabrax_is_found_and_its_final_observation_kept
+test_ippo: test_the_time_limit_of_storm_is_no_termination_and_every_agent_acts[storm_2p
+test_ippo_rnn: test_a_cue_is_passed_on_and_remembered[gru
+test_ippo_rnn: test_acting_is_the_replay_of_whole_episodes[(True
+test_ippo_rnn: test_nothing_is_learned_from_an_agent_that_has_left[True-gru
+test_ippo_rnn: test_permuting_the_agents_permutes_the_results[True-gru
+test_learning: test_most_seeds_find_a_rare_goal
+test_mappo: test_a_killed_run_continues_to_the_same_bytes[True-gru
+test_mappo: test_a_single_agent_learns_as_in_ippo_rnn[gru
+test_mappo: test_a_value_that_needs_what_others_see[100.0
+test_numerics: test_every_epoch_takes_every_sample_once_in_a_new_order[ppo_continuous
+test_numerics: test_every_epoch_takes_every_sample_once_in_a_new_order[ppo_obs_norm
+test_numerics: test_steps_are_those_of_adam_with_the_learning_rate_of_the_schedule[ppo_continuous
+test_numerics: test_steps_are_those_of_adam_with_the_learning_rate_of_the_schedule[ppo_obs_norm
+test_patches: test_a_masked_action_is_never_taken[ppo_drift
+test_patches: test_scalars_of_the_environment_are_those_at_the_ends_of_episodes[ippo
+test_patches: test_scalars_of_the_environment_are_those_at_the_ends_of_episodes[ppo_rnn
+test_patches: test_the_beta_policy_trains[ppo_continuous
+test_probes: test_memory_of_a_cue[False
+test_probes: test_value_of_a_constant_reward[ppo_continuous
+test_probes: test_value_of_a_constant_reward[ppo_obs_norm
+test_report: test_every_change_of_the_text_is_another_program[ppo_rnn
+test_resume: test_a_killed_run_ends_in_the_same_bits[disco
+test_resume: test_a_killed_run_ends_in_the_same_bits[ippo
+test_tools: test_a_notebook_runs_from_top_to_bottom[disco
+test_tools: test_a_notebook_runs_from_top_to_bottom[sweep
+test_tools: test_a_notebook_runs_from_top_to_bottom[xland
+test_vtrace: test_options_change_what_is_trained
+test_xland: test_trains_on_a_benchmark[options1
+"""
+SLOW = [line.split(": ") for line in SLOW.strip().splitlines()]
+
+
+def pytest_addoption(parser):
+    parser.addoption("--slow", action="store_true", help="run the repetitions, too")
+
+
+def pytest_collection_modifyitems(config, items):
     """Two workers take file after file: short ones at the end keep both busy."""
     short = ("brax", "drift", "numerics", "obs_norm", "packaging", "patches", "processes", "report")
     items.sort(key=lambda item: item.path.stem.removeprefix("test_") in short)
+    if config.getoption("slow"):
+        return
+    is_slow = lambda item, file, name: item.path.stem == file and item.name.startswith(name)
+    slow = [item for item in items if any(is_slow(item, *entry) for entry in SLOW)]
+    config.hook.pytest_deselected(items=slow)
+    items[:] = [item for item in items if item not in slow]
 
 
 def pytest_unconfigure():

@@ -9,7 +9,7 @@ import types
 
 import pytest
 import tyro
-from conftest import ROOT, SMALL, TINY, load_script
+from conftest import ROOT, SLOW, SMALL, TINY, load_script
 from test_disco import SMALL as SMALL_DISCO
 
 PPO = ("ppo_ff", "ppo_drift", "ppo_continuous", "ppo_obs_norm", "ppo_rnn", "ppo_meta")
@@ -392,3 +392,9 @@ def test_the_script_can_be_pasted(script, text, monkeypatch, tmp_path):
     assert state.best_params is not None
     assert not trains or bool((state.eval_return == state.best_return).all())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_slow_tests_exist():
+    for file, name in SLOW:
+        source = (ROOT / "tests" / f"{file}.py").read_text()
+        assert f"def {name.partition('[')[0]}(" in source, (file, name)
