@@ -10,7 +10,7 @@ only between trials, must carry what earlier episodes taught. To PPO, a trial is
 The memory crosses from rollout to rollout, the gradient does not.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
-H hidden units, V x V tiles in view, K episodes of a trial.
+L layers of H hidden units, V x V tiles in view, K episodes of a trial.
 
     python ppo_meta.py --num-seeds 3 --num-evals 20 --eval-episodes 2048
 """
@@ -105,7 +105,8 @@ class Config:
     num_steps: int = 64  # rollout length
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
-    hidden_size: int = 64  # units of the GRU
+    num_layers: int = 1  # GRUs, each reading the one before; the heads read the sum of all
+    hidden_size: int = 64  # units of a GRU
     embedding_size: int = 8  # features per tile; 0: one-hot tiles and colors
     conv_size: int = 8  # channels of the first convolution; times 4 on a 3 x 3 view
     head_size: int = 64  # width of the actor's and the critic's hidden layer
@@ -309,7 +310,7 @@ class ActorCritic(nn.Module):
 
     @nn.compact
     def __call__(self, obs: Observation, hidden: jax.Array, reset: jax.Array):
-        """obs [T, ...], hidden [..., H], reset [T, ...] -> policy, value, hidden after each step"""
+        """obs, reset [T, ...], hidden [..., L H] -> policy, value, hidden after each step"""
         config = self.config
         dtype = jnp.bfloat16 if config.bf16 else jnp.float32
         if config.img_obs:
@@ -334,12 +335,17 @@ class ActorCritic(nn.Module):
         features = [x, direction, prev_action, obs.prev_reward[..., None]]
         features.append(obs.new_episode[..., None])
         reset |= (obs.new_episode & config.reset_memory) | (not config.memory)
-        hidden = GRU(dtype)(jnp.concatenate(features, axis=-1), hidden, reset)  # [T, ..., H]
-        actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
-        critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(hidden))
+        x, outputs = jnp.concatenate(features, axis=-1), []
+        for initial in jnp.split(hidden, config.num_layers, axis=-1):
+            x = GRU(dtype)(x, initial, reset)  # [T, ..., H]
+            outputs.append(x)
+        x = sum(outputs)  # as in XLand-MiniGrid
+        actor = nn.tanh(dense(config.head_size, 2**0.5, dtype)(x))
+        critic = nn.tanh(dense(config.head_size, 2**0.5, dtype)(x))
         logits = dense(self.num_actions, 0.01, dtype)(actor).astype(jnp.float32)
         value = dense(1, 1.0, dtype)(critic).astype(jnp.float32).squeeze(-1)
-        return distrax.Categorical(logits), value, hidden.astype(jnp.float32)
+        hidden = jnp.concatenate(outputs, axis=-1).astype(jnp.float32)
+        return distrax.Categorical(logits), value, hidden
 
     def embed_pixels(self, grid, dtype):
         """Renders here, 32 x 32 pixels per tile: rollouts store symbols, which are far smaller."""
@@ -359,7 +365,7 @@ class ActorCritic(nn.Module):
 class Transition(NamedTuple):
     obs: Observation
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [1, N, H] at the start of a rollout; None in single steps
+    hidden: Any  # [1, N, L H] at the start of a rollout; None in single steps
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
@@ -376,7 +382,7 @@ class RunnerState(NamedTuple):
 
     key: jax.Array
     obs: Observation
-    hidden: jax.Array  # [H] before obs is read; if `done`, the network clears it first
+    hidden: jax.Array  # [L H] before obs is read; if `done`, the network clears it first
     env_state: Any
     done: jax.Array  # the previous step ended a trial
     trial_return: jax.Array
@@ -421,7 +427,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
 def ppo_loss(params, network, batch: Transition, advantage, target, ent_coef, config: Config):
     """Clipped surrogate objective, value loss and entropy bonus (arXiv 1707.06347, eq. 7 and 9).
 
-    All arrays are [T, B, ...], hidden [1, B, H]. Returns loss, metrics.
+    All arrays are [T, B, ...], hidden [1, B, L H]. Returns loss, metrics.
     """
     policy, value, _ = network.apply(params, batch.obs, batch.hidden[0], batch.reset)
     log_ratio = policy.log_prob(batch.action) - batch.log_prob
@@ -490,7 +496,7 @@ def make_train(config: Config):
         return RunnerState(
             key=key,
             obs=obs,
-            hidden=jnp.zeros(config.hidden_size, jnp.float32),
+            hidden=jnp.zeros(config.num_layers * config.hidden_size, jnp.float32),
             env_state=env_state,
             done=jnp.bool(False),
             trial_return=jnp.float32(0),

@@ -287,6 +287,7 @@ PROGRAM = {  # an option of the compiled program, and a value other than tiny's 
     "update_epochs": 3,
     "num_minibatches": 4,
     "hidden_size": 5,
+    "num_layers": 2,
     "lr": 1e-3,
     "anneal_lr": None,
     "gamma": 0.5,

@@ -195,7 +195,8 @@ def initial_params(module, config, obs):
     network = network_of(module, config)
     if module.SCRIPT == "ppo_rnn":
         obs = jax.tree.map(lambda x: x[None], obs)
-        memory = (jnp.zeros(config.hidden_size), jnp.zeros(1, bool))
+        hidden = jnp.zeros(config.num_layers * config.hidden_size)
+        memory = (hidden, jnp.zeros(1, bool))
         return network, network.init(jax.random.key(0), obs, *memory)["params"]
     return network, network.init(jax.random.key(0), obs)["params"]
 
@@ -659,14 +660,21 @@ def test_gru_is_that_of_flax(rnn):
 
 
 @pytest.mark.parametrize("view_size, widths", [(5, (2, 4, 8)), (3, (8, 16))])
-@pytest.mark.parametrize("embedding_size", [3, 0])
-def test_recurrent_network_is_that_of_flax(rnn, embedding_size, view_size, widths):
+@pytest.mark.parametrize("embedding_size, num_layers", [(3, 1), (0, 2)])
+def test_recurrent_network_is_that_of_flax(rnn, embedding_size, view_size, widths, num_layers):
     """Embedding by lookup, nn.Conv and nn.GRUCell."""
-    config = tiny(rnn, hidden_size=8, conv_size=2, embedding_size=embedding_size, head_size=4)
+    config = tiny(
+        rnn,
+        num_layers=num_layers,
+        hidden_size=8,
+        conv_size=2,
+        embedding_size=embedding_size,
+        head_size=4,
+    )
     obs = random_observations(rnn, (), view_size)
     network, params = initial_params(rnn, config, obs)
     params = perturb(params)
-    hidden = jax.random.normal(jax.random.key(1), (8,))
+    hidden = jax.random.normal(jax.random.key(1), (num_layers * 8,))
 
     def layer(i):
         return {"params": params[f"Dense_{i}"]}
@@ -683,16 +691,20 @@ def test_recurrent_network_is_that_of_flax(rnn, embedding_size, view_size, width
     direction = np.eye(4)[obs.direction]
     prev_action = np.eye(6)[obs.prev_action] * (obs.prev_action >= 0)
     x = jnp.concatenate([x.reshape(-1), direction, prev_action, obs.prev_reward[None]])
-    expected_hidden, _ = nn.GRUCell(8).apply(cell_params_of(params["GRU_0"]), hidden, x)
-    actor = nn.tanh(nn.Dense(4).apply(layer(last), expected_hidden))
-    critic = nn.tanh(nn.Dense(4).apply(layer(last + 1), expected_hidden))
+    expected_hidden = []
+    for i in range(num_layers):
+        cell_params = cell_params_of(params[f"GRU_{i}"])
+        x, _ = nn.GRUCell(8).apply(cell_params, hidden[8 * i : 8 * i + 8], x)
+        expected_hidden.append(x)
+    actor = nn.tanh(nn.Dense(4).apply(layer(last), np.sum(expected_hidden, axis=0)))
+    critic = nn.tanh(nn.Dense(4).apply(layer(last + 1), np.sum(expected_hidden, axis=0)))
     expected_logits = jax.nn.log_softmax(nn.Dense(6).apply(layer(last + 2), actor))
     expected_value = nn.Dense(1).apply(layer(last + 3), critic)[0]
 
     policy, value, after = apply_once(network, {"params": params}, obs, hidden)
     np.testing.assert_allclose(jax.nn.log_softmax(policy.logits), expected_logits, atol=1e-5)
     np.testing.assert_allclose(value, expected_value, atol=1e-5)
-    np.testing.assert_allclose(after, expected_hidden, atol=1e-5)
+    np.testing.assert_allclose(after, np.concatenate(expected_hidden), atol=1e-5)
 
 
 def test_many_sequences_are_as_one_at_a_time(rnn):
