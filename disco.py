@@ -117,6 +117,10 @@ class Config:
     target_decay: float = 0.9  # decay of the target network
     ent_coef: float = 0.0  # coefficient of the entropy bonus
     vf_coef: float = 0.2  # value loss coefficient
+    policy_coef: float = 1.0  # policy loss coefficient
+    y_coef: float = 1.0  # coefficient of the loss of the prediction y
+    z_coef: float = 1.0  # coefficient of the loss of the prediction z
+    aux_coef: float = 1.0  # coefficient of the loss of the predicted next policy
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
@@ -691,8 +695,15 @@ def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Co
     losses = losses | {"policy/entropy": distrax.Categorical(output.logits[:-1]).entropy()}
     mask = ~batch.reset[:-1]  # see the docstring of this file
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
-    coefs = {"loss/value": config.vf_coef, "policy/entropy": -config.ent_coef}  # others: 1
-    return sum(coefs.get(name, 1.0) * x for name, x in metrics.items()), metrics
+    coefs = {  # others: 0
+        "loss/policy": config.policy_coef,
+        "loss/y": config.y_coef,
+        "loss/z": config.z_coef,
+        "loss/aux_policy": config.aux_coef,
+        "loss/value": config.vf_coef,
+        "policy/entropy": -config.ent_coef,
+    }
+    return sum(coefs.get(name, 0) * x for name, x in metrics.items()), metrics
 
 
 def disco_loss(output: AgentOutput, targets: AgentOutput, returns, batch: Transition, config):
@@ -705,6 +716,8 @@ def disco_loss(output: AgentOutput, targets: AgentOutput, returns, batch: Transi
         "loss/z": kl_divergence(targets.z, output.z[:-1]),
         "loss/aux_policy": jnp.where(batch.done[:-1], 0, aux_loss),
         "loss/value": value_loss(output.q[:-1], returns),
+        "policy/entropy_y": distrax.Categorical(output.y[:-1]).entropy(),
+        "policy/entropy_z": distrax.Categorical(output.z[:-1]).entropy(),
     }
     return mean_losses(losses, output, batch, config)
 
@@ -763,9 +776,12 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     grads, metrics = jax.grad(loss_of, has_aux=True)(state.params)
     if config.rule != "policy_gradient":
         metrics["value/explained_variance"] = 1 - td.var() / value_target.var()
+        metrics["value/td"] = jnp.abs(td).mean()
+        metrics["value/target"] = value_target.mean()
     grads, metrics = pmean((grads, metrics))
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state)
+    metrics["optim/update_norm"] = optax.tree.norm(updates)
     # The average moves toward the parameters before this step, as in the authors' code.
     step_size = 1 - config.target_decay
     state = state._replace(

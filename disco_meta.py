@@ -108,6 +108,10 @@ class Config:
     target_decay: float = 0.9  # decay of the target network
     ent_coef: float = 0.0  # entropy bonus in the agents' own loss
     vf_coef: float = 0.2  # value loss coefficient
+    policy_coef: float = 1.0  # policy loss coefficient
+    y_coef: float = 1.0  # coefficient of the loss of the prediction y
+    z_coef: float = 1.0  # coefficient of the loss of the prediction z
+    aux_coef: float = 1.0  # coefficient of the loss of the predicted next policy
     # Run
     seed: int = 0  # random seed
     num_evals: int = 150  # evaluations of all agents, each followed by a checkpoint
@@ -270,6 +274,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     loss -= 1e-3 * (mean_entropy(output.y) + mean_entropy(output.z[:-1]))
     metrics = jax.tree.map(jnp.mean, metrics)
     metrics |= {"meta/loss": loss, "meta/policy": policy_loss, "meta/entropy": entropy}
+    metrics["meta/regularizer"] = penalty.mean()
     return loss, (agent, metrics)
 
 

@@ -346,17 +346,19 @@ def losses_and_gradient(output, targets, returns, batch, config, hold=moving):
         "loss/aux_policy": kl_divergence(next_logits, taken["aux_pi"]) * continues,
         "loss/value": -(goal * log_softmax(taken["q"])).sum(-1),
         "policy/entropy": entropy(output.logits[:-1]),
+        "policy/entropy_y": entropy(output.y[:-1]),
+        "policy/entropy_z": entropy(taken["z"]),
     }
     losses = {name: (x * weight).sum() for name, x in steps.items()}
     error = lambda logits, goal, scale: (weight * scale)[..., None] * (softmax(logits) - goal)
     policy, log_policy = softmax(output.logits[:-1]), log_softmax(output.logits[:-1])
     of_entropy = policy * (log_policy + entropy(output.logits[:-1])[..., None])
     grads = {
-        "logits": error(output.logits[:-1], softmax(targets["logits"]), 1.0)
+        "logits": error(output.logits[:-1], softmax(targets["logits"]), config.policy_coef)
         + config.ent_coef * weight[..., None] * of_entropy,
-        "y": error(output.y[:-1], softmax(targets["y"]), 1.0),
-        "z": error(taken["z"], softmax(targets["z"]), 1.0),
-        "aux_pi": error(taken["aux_pi"], softmax(next_logits), continues),
+        "y": error(output.y[:-1], softmax(targets["y"]), config.y_coef),
+        "z": error(taken["z"], softmax(targets["z"]), config.z_coef),
+        "aux_pi": error(taken["aux_pi"], softmax(next_logits), config.aux_coef * continues),
         "q": error(taken["q"], goal, config.vf_coef),
     }
     for name, grad in grads.items():

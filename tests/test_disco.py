@@ -120,7 +120,8 @@ def lifetime():
 
 def total_loss(losses, config):
     """The weighted sum that a step of Adam reduces."""
-    loss = sum(losses[f"loss/{name}"] for name in ("policy", "y", "z", "aux_policy"))
+    loss = config.policy_coef * losses["loss/policy"] + config.aux_coef * losses["loss/aux_policy"]
+    loss += config.y_coef * losses["loss/y"] + config.z_coef * losses["loss/z"]
     return loss + config.vf_coef * losses["loss/value"] - config.ent_coef * losses["policy/entropy"]
 
 
@@ -535,12 +536,19 @@ def test_three_updates(source, size):
     """
     inputs = synthetic_updates() if source == "synthetic" else released_updates()
     found, expected = updates_of_disco(inputs, size), updates_of_reference(inputs, size)
+    layers = inputs.layers
     for (state, targets, metrics), (agent, records) in zip(found, expected, strict=True):
         mean = lambda name, records=records: np.mean([x["losses"][name] for x in records])
         values = [x["values"] for x in records]
         explained = [1 - x["td"].var() / x["returns"].var() for x in values]
         scalars = {name: mean(name) for name in records[0]["losses"]}
         scalars["value/explained_variance"] = np.mean(explained)
+        scalars["value/td"] = np.mean([abs(x["td"]).mean() for x in values])
+        scalars["value/target"] = np.mean([x["returns"].mean() for x in values])
+        scalars["optim/update_norm"] = norm_of(
+            jax.tree.map(lambda x, y: x - y, agent.layers, layers)
+        )
+        layers = agent.layers
         scalars["optim/grad_norm"] = norm_of(records[0]["grads"])
         assert metrics.keys() == scalars.keys()
         trees = {

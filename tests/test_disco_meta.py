@@ -226,7 +226,8 @@ def test_the_meta_gradient_is_that_of_finite_differences(tmp_path):
     np.savez(tmp_path / "weights.npz", **weights)
     sizes = {"inner_updates": 3, "num_envs": 4, "lifetime": 0, "num_meta_steps": 1, "num_evals": 1}
     options = {"lr": 0.02, "max_update": 0.4, "ent_coef": 0.01, "critic_lr": 0.05}
-    config = small(**sizes, **options, weights=str(tmp_path / "weights.npz"))
+    coefs = {"policy_coef": 1.5, "y_coef": 0.5, "z_coef": 2.0, "aux_coef": 0.7, "vf_coef": 0.3}
+    config = small(**sizes, **options, **coefs, weights=str(tmp_path / "weights.npz"))
     states, *others = zip(*[some_agent(rng, config) for _ in range(2)], strict=True)
     agents = jax.tree.map(lambda *x: np.stack(x), *states)
     batches = [[rollout(rng, 4, num_envs=2) for _ in range(2)] for _ in range(3)]  # [K][D]
