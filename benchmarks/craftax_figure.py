@@ -1,10 +1,11 @@
 """Draw docs/craftax.png from run folders of environments/craftax_envs.py, and print its numbers.
 
-    python benchmarks/craftax_figure.py runs/craftax_*
+    python benchmarks/craftax_figure.py runs/craftax
 
 Left: returns of evaluations, and of training episodes faintly. Right: Crafter's score (Hafner 2021,
-arXiv 2109.06780) of the training episodes between evaluations. Lines are means over seeds, bands
-95 % bootstrap intervals. Printed are means and 95 % intervals by Student's t.
+arXiv 2109.06780) of the training episodes between evaluations. Lines are means over seeds,
+interquartile ones of four or more; bands are 95 % bootstrap intervals. Printed are means and 95 %
+intervals by Student's t.
 """
 
 import sys
