@@ -1,7 +1,7 @@
 """Navix in ppo_ff.py: MiniGrid's tasks of keys, doors, lava and rooms, fully observed.
 
     pip install navix==0.7.4
-    python environments/navix_envs.py --env-id Navix-DoorKey-8x8-v0
+    python environments/navix_envs.py --env-id Navix-DoorKey-5x5-v0
 
 Environments: Navix-Empty-8x8-v0, Navix-FourRooms-v0 and 39 others. `obs` is the grid [H, W, 3] of
 objects, colors and states, scaled to [0, 1]; a key that the player holds is in its corner. Reaching
@@ -31,7 +31,7 @@ except ImportError:
 class Config(script.Config):
     """PPO on Navix."""
 
-    env_id: str = "Navix-DoorKey-8x8-v0"  # Navix environment; list: print them
+    env_id: str = "Navix-DoorKey-5x5-v0"  # Navix environment; list: print them
     env_params: str = "{}"  # JSON of max_steps and penality_coeff, e.g. '{"max_steps": 200}'
 
 
