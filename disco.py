@@ -695,7 +695,7 @@ def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Co
     losses = losses | {"policy/entropy": distrax.Categorical(output.logits[:-1]).entropy()}
     mask = ~batch.reset[:-1]  # see the docstring of this file
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
-    coefs = {  # others: 0
+    coefs = {  # other metrics are no losses
         "loss/policy": config.policy_coef,
         "loss/y": config.y_coef,
         "loss/z": config.z_coef,

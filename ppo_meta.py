@@ -418,8 +418,8 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
         advantage = delta + decay * advantage
         return advantage, advantage
 
-    # Unrolled, eight steps are one kernel on a GPU.
     zero = jnp.zeros_like(delta[0])
+    # Unrolled, eight steps are one kernel on a GPU.
     _, advantage = jax.lax.scan(step, zero, (delta, decay), reverse=True, unroll=8)
     return advantage, advantage + rollout.value
 

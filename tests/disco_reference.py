@@ -489,7 +489,7 @@ class Critic(NamedTuple):
 def meta_loss(weights, agent: Agent, critic: Critic, batches, valid, config, hold=moving):
     """Loss after one update per element of `batches`, each a list of the devices' batches.
 
-    Returns loss, agent, critic, policy loss, entropy.
+    Returns loss, agent, critic, policy loss, entropy, penalty (the regularizer).
     """
     penalty = 0
     for batch in batches:
@@ -513,7 +513,7 @@ def meta_loss(weights, agent: Agent, critic: Critic, batches, valid, config, hol
         bonuses.append(entropy(output.y).mean() + entropy(z).mean())
     policy_loss, entropy_mean = np.mean(policy_losses), np.mean(entropies)
     loss = policy_loss - 1e-2 * entropy_mean - 1e-3 * np.mean(bonuses) + penalty
-    return loss, agent, critic, policy_loss, entropy_mean
+    return loss, agent, critic, policy_loss, entropy_mean, penalty
 
 
 # ------------------------------------------- Catch

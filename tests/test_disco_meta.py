@@ -252,8 +252,9 @@ def test_the_meta_gradient_is_that_of_finite_differences(tmp_path):
         )
         return [loss(*place) for place in places]
 
-    for i, (loss, agent, critic, policy, entropy) in enumerate(meta_losses(weights)):
+    for i, (loss, agent, critic, policy, entropy, penalty) in enumerate(meta_losses(weights)):
         names = {"meta/loss": loss, "meta/policy": policy, "meta/entropy": entropy}
+        names["meta/regularizer"] = penalty
         for name, x in names.items():
             np.testing.assert_allclose(metrics[name][:, i, 0], x, rtol=2e-6)
         pairs = {
