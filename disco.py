@@ -105,8 +105,7 @@ class Config:
     weights: str = "disco103"  # disco103 (downloaded once), random (always the same) or an npz file
     replay_size: int = 1024  # trajectories in the replay, over all devices
     replay_batch: int = 64  # trajectories per update, over all devices
-    hidden_size: int = 512  # width of the first layer
-    feature_size: int = 512  # width of the second layer, which all outputs read
+    hidden_sizes: tuple[int, ...] = (512, 512)  # widths of the layers; all outputs read the last
     model_size: int = 128  # width of the LSTM that models the effect of an action
     branch_size: int = 128  # width of the layers between LSTM and outputs
     lr: float = 1e-2  # Adam learning rate
@@ -244,8 +243,10 @@ class Agent(nn.Module):
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
         """obs [..., F] -> AgentOutput. With action [...]: z, aux_pi and q of that action alone."""
         config = self.config
-        x = nn.relu(dense(config.hidden_size, "torso_0")(obs))
-        x = dense(config.feature_size, "torso_1")(x)  # linear, as in the authors' code
+        x = obs
+        for i, size in enumerate(config.hidden_sizes):
+            x = nn.relu(x) if i else x  # the last layer is linear, as in the authors' code
+            x = dense(size, f"torso_{i}")(x)
         logits = dense(self.num_actions, "logits", 1e-2)(x)
         if config.rule == "policy_gradient":
             return AgentOutput(logits)
@@ -1122,6 +1123,8 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
+            # JSON has no tuples.
+            stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):

@@ -1,28 +1,29 @@
 """Meta-training of an update rule for reinforcement learning: the method behind Disco103.
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
-population of agents learns from the meta-network's targets (disco.py); the meta-network follows the
-gradient of the updated agents' returns, back through the agents' updates. One meta step:
+population of agents on each environment learns from the meta-network's targets (disco.py), which
+follows the gradient of the updated agents' returns, back through their updates. One meta step:
 
     rollouts     each agent plays K rollouts and one for validation, before any update
     updates      K times: one step of the agent (disco.learn) and one of its critic
     meta-loss    policy gradient of the updated agent on the validation rollout, with the critic's
                  advantages, plus entropy bonuses and target regularizers
-    meta-update  differentiate through the K updates, average over agents; one step of Adam
+    meta-update  differentiate through the K updates, average over all agents; one step of Adam
 
 V-trace corrects for the validation rollout being off-policy: it was played before the updates.
 Deviations from the notebook: the critic credits a reward to the action that earned it (the
 notebook's is one step off); an agent is replaced by a new one after `lifetime` meta steps.
-Axes: L = T + 1 steps of a rollout, of which the last only bootstraps; K inner updates, P agents,
-D devices; N environments per agent and device.
+Axes: L = T + 1 steps of a rollout, of which the last only bootstraps; K inner updates; P agents of
+a population, S of all; D devices; N environments per agent and device.
 
-    python disco_meta.py
+    python disco_meta.py --env-id Catch-5x5 Catch-6x7
 """
 
 # /// script
 # dependencies = ["distrax", "flax<0.13", "gymnax>=1.0.1,<1.1", "jax<0.12", "tqdm", "tyro"]
 # ///
 
+import csv
 import dataclasses
 import io
 import json
@@ -33,6 +34,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +71,7 @@ import tqdm
 import tyro
 
 import disco
-from disco import ConfigError, append_rows, open_table, pmean, psum, restore, save, write
+from disco import ConfigError, open_table, pmean, psum, restore, save, write
 
 
 # ----------------------------------------- config
@@ -81,8 +83,8 @@ class Config:
     """
 
     # Environment
-    env_id: str = "Catch-5x5"  # Catch-<rows>x<columns> or a gymnax environment
-    env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
+    env_id: tuple[str, ...] = ("Catch-5x5",)  # one or more, each with num_agents agents
+    env_params: tuple[str, ...] = ("{}",)  # JSON, one for all environments or one for each
     num_envs: int = 32  # parallel environments per agent, over all devices
     # Algorithm
     num_meta_steps: int = 1500  # updates of the meta-network, rounded to a multiple of num_evals
@@ -90,16 +92,16 @@ class Config:
     valid_steps: int = 17  # rollout length for validation
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
-    num_agents: int = 4  # population size
+    num_agents: int = 4  # population size, on each environment
     lifetime: int = 600  # meta steps until an agent is replaced by a new one; 0: never
     inner_updates: int = 2  # K: updates of an agent per meta step
     critic_lr: float = 1e-3  # Adam learning rate of the critics
     critic_gamma: float = 0.99  # discount factor of the critics, hence of the meta-objective
     critic_lambda: float = 0.96  # trace decay of the critics
-    hidden_size: int = 128  # width of an agent's first layer
-    feature_size: int = 128  # width of the second layer, which all outputs read
+    hidden_sizes: tuple[int, ...] = (128, 128)  # widths of an agent's layers
     model_size: int = 64  # width of the LSTM that models the effect of an action
     branch_size: int = 64  # width of the layers between LSTM and outputs
+    agent_scale: tuple[float, ...] = (1.0,)  # factor of these sizes, one for all or one for each
     lr: float = 1e-2  # Adam learning rate of the agents
     max_update: float = 1.0  # clip entries of Adam's step to this, before lr (critics' too)
     gamma: float = 0.997  # discount factor of the agents' q
@@ -125,7 +127,7 @@ class Config:
     @property
     def num_seeds(self) -> int:
         """Rows of metrics.csv per meta step, one for each agent."""
-        return self.num_agents
+        return len(self.env_id) * self.num_agents
 
     @property
     def batch_size(self) -> int:
@@ -278,35 +280,35 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     return loss, (agent, metrics)
 
 
-# -------------------------------------- algorithm
-class TrainState(NamedTuple):
-    """What meta-training carries from meta step to meta step, on one device."""
+# ------------------------------------- population
+class Population(NamedTuple):
+    """The agents on one environment, as functions on one device."""
 
-    meta_net: disco.MetaNetwork
-    opt_state: Any
-    agents: AgentState  # [P]
-    runners: disco.RunnerState  # [P, N]
-    updates_done: jax.Array  # meta steps
-    eval_return: jax.Array  # [P] of the latest evaluation; agents differ in age
+    init: Callable  # keys [P] -> agents [P], runners [P, N]
+    play: Callable  # agents, runners, updates_done -> agents, runners, batches, valid
+    loss: Callable  # meta_net, agents, batches, valid -> losses [P], (agents, metrics [P])
+    evaluate: Callable  # agents -> agents, metrics [P]
 
 
-def make_train(config: Config):
-    """Returns init, train. Raises ConfigError.
+def make_population(config: Config, i: int) -> Population:
+    """The population on environment i. Raises ConfigError.
 
-    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, ...],
-    metrics [D, P, meta steps]. `train` performs `updates_per_eval` meta steps, then evaluates each
-    agent on full episodes.
+    Rollouts are batches [P, K, L, N, ...] and valid [P, valid_steps, N, ...].
     """
+    own = lambda values: values[i] if len(values) > 1 else values[0]
+    scale = lambda size: max(1, round(own(config.agent_scale) * size))
+    config = dataclasses.replace(  # as disco.py reads it
+        config,
+        env_id=config.env_id[i],
+        env_params=own(config.env_params),
+        hidden_sizes=tuple(map(scale, config.hidden_sizes)),
+        model_size=scale(config.model_size),
+        branch_size=scale(config.branch_size),
+    )
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
-    if config.num_envs % num_devices:
-        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
-    if min(config.num_steps, config.valid_steps) < 2:
-        raise ConfigError("num_steps and valid_steps must be at least 2")
     env_reset, env_step, num_actions = disco.make_env(config)
     network = disco.Agent(num_actions, config)
-    meta_optimizer = optax.adam(config.meta_lr)
-    meta_net = jax.tree.map(jnp.asarray, disco.load_weights(config.weights, config.seed))
     start_episode = partial(disco.start_episode, env_reset)
     act_all = jax.vmap(partial(disco.act, network, env_step), (None, 0))  # params, runners [N]
 
@@ -331,50 +333,110 @@ def make_train(config: Config):
         )
         return agent, runners
 
-    def update(state: TrainState, _):
-        """One meta step."""
+    def replace_if_due(agent: AgentState, runners, age):
+        key, init_key = jax.random.split(agent.key)
+        kept = (agent._replace(key=key), runners)
+        return optax.tree.where(age == 0, init_agent(init_key), kept)
 
-        def replace_if_due(agent, runners, age):
-            key, init_key = jax.random.split(agent.key)
-            kept = (agent._replace(key=key), runners)
-            return optax.tree.where(age == 0, init_agent(init_key), kept)
+    def play_rollout(params, runners, num_steps):
+        act_once = lambda runners, _: act_all(params, runners)
+        return jax.lax.scan(act_once, runners, None, num_steps)  # runners, [L, N]
 
-        agents, runners = state.agents, state.runners
+    def play_rollouts(params, runners):
+        play_once = lambda runners, _: play_rollout(params, runners, config.num_steps)
+        runners, batches = jax.lax.scan(play_once, runners, None, config.inner_updates)
+        runners, valid = play_rollout(params, runners, config.valid_steps)
+        return runners, batches, valid
+
+    def play(agents, runners, updates_done):
         if config.lifetime:  # staggered: the first life of agent i is shorter by i / P lifetimes
             ages = jnp.arange(config.num_agents) * config.lifetime // config.num_agents
-            ages = (ages + state.updates_done) % config.lifetime
+            ages = (ages + updates_done) % config.lifetime
             agents, runners = jax.vmap(replace_if_due)(agents, runners, ages)
+        return agents, *jax.vmap(play_rollouts)(agents.params, runners)
 
-        def play(params, runners, num_steps):
-            act_once = lambda runners, _: act_all(params, runners)
-            return jax.lax.scan(act_once, runners, None, num_steps)  # runners, [L, N]
-
-        def play_rollouts(params, runners):
-            play_once = lambda runners, _: play(params, runners, config.num_steps)
-            runners, batches = jax.lax.scan(play_once, runners, None, config.inner_updates)
-            runners, valid = play(params, runners, config.valid_steps)
-            return runners, valid, batches
-
-        # runners [P, N], valid [P, valid_steps, N], batches [P, K, L, N]
-        runners, valid, batches = jax.vmap(play_rollouts)(agents.params, runners)
-
-        def population_loss(meta_net):
-            loss = lambda agent, batches, valid: meta_loss(
-                meta_net, agent, batches, valid, network, config
-            )
-            losses, agents_and_metrics = jax.vmap(loss)(agents, batches, valid)
-            return losses.mean(), agents_and_metrics
-
-        grads, (agents, metrics) = jax.grad(population_loss, has_aux=True)(state.meta_net)
-        grads, metrics = pmean((grads, metrics))  # exact: pmap also differentiates inner pmeans
-        updates, opt_state = meta_optimizer.update(grads, state.opt_state)
+    def loss(meta_net, agents, batches, valid):
+        of_agent = partial(meta_loss, meta_net, network=network, config=config)
+        losses, (agents, metrics) = jax.vmap(of_agent)(agents, batches, valid)
         episodes = psum(valid.done.sum((1, 2)))  # [P] of validation; if zero, means are NaN
         metrics |= {
             "episode/return": psum((valid.episode_return * valid.done).sum((1, 2))) / episodes,
             "episode/length": psum((valid.episode_length * valid.done).sum((1, 2))) / episodes,
             "episode/count": episodes,
-            "meta/grad_norm": jnp.full(config.num_agents, optax.tree.norm(grads)),
         }
+        return losses, (agents, metrics)
+
+    def play_episode(params, key):
+        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
+        unfinished = lambda runner: ~runner.done
+        step = lambda runner: disco.act(network, env_step, params, runner)[0]
+        return jax.lax.while_loop(unfinished, step, start_episode(key))
+
+    def evaluate_agent(agent: AgentState):
+        key, eval_key = jax.random.split(agent.key)
+        keys = jax.random.split(eval_key, math.ceil(config.eval_episodes / num_devices))
+        runners = jax.vmap(play_episode, (None, 0))(agent.params, keys)
+        eval_return = pmean(runners.episode_return.mean())
+        eval_length = pmean(runners.episode_length.mean())
+        return agent._replace(key=key), {"eval/return": eval_return, "eval/length": eval_length}
+
+    return Population(jax.vmap(init_agent), play, loss, jax.vmap(evaluate_agent))
+
+
+# -------------------------------------- algorithm
+class TrainState(NamedTuple):
+    """What meta-training carries from meta step to meta step, on one device."""
+
+    meta_net: disco.MetaNetwork
+    opt_state: Any
+    agents: tuple[AgentState, ...]  # [P] of each population
+    runners: tuple[disco.RunnerState, ...]  # [P, N] of each population
+    updates_done: jax.Array  # meta steps
+    eval_return: jax.Array  # [S] of the latest evaluation; agents differ in age
+
+
+def concatenate(trees):
+    """[P, ...] of each population -> [S, ...]"""
+    return jax.tree.map(lambda *x: jnp.concatenate(x), *trees)
+
+
+def make_train(config: Config):
+    """Returns init, train. Raises ConfigError.
+
+    init(keys [D]) -> state and train(state) -> (state, metrics) are pmapped: state [D, ...],
+    metrics [D, S, meta steps]. `train` performs `updates_per_eval` meta steps, then evaluates each
+    agent on full episodes.
+    """
+    if config.num_envs % jax.device_count():
+        raise ConfigError(f"num_envs must be a multiple of {jax.device_count()}, the devices")
+    if min(config.num_steps, config.valid_steps) < 2:
+        raise ConfigError("num_steps and valid_steps must be at least 2")
+    num_populations = len(config.env_id)
+    if num_populations == 0:
+        raise ConfigError("env_id must name an environment")
+    if not {len(config.env_params), len(config.agent_scale)} <= {1, num_populations}:
+        raise ConfigError(f"env_params and agent_scale must have one value or {num_populations}")
+    populations = [make_population(config, i) for i in range(num_populations)]
+    meta_optimizer = optax.adam(config.meta_lr)
+    meta_net = jax.tree.map(jnp.asarray, disco.load_weights(config.weights, config.seed))
+
+    def update(state: TrainState, _):
+        """One meta step."""
+        play = lambda population, *runners: population.play(*runners, state.updates_done)
+        played = map(play, populations, state.agents, state.runners)
+        agents, runners, batches, valid = zip(*played, strict=True)
+
+        def mean_loss(meta_net):
+            loss = lambda population, *rollouts: population.loss(meta_net, *rollouts)
+            losses, outcomes = zip(*map(loss, populations, agents, batches, valid), strict=True)
+            return jnp.concatenate(losses).mean(), outcomes
+
+        grads, outcomes = jax.grad(mean_loss, has_aux=True)(state.meta_net)
+        agents, metrics = zip(*outcomes, strict=True)
+        # pmean is exact here: pmap also differentiates the pmeans inside.
+        grads, metrics = pmean((grads, concatenate(metrics)))
+        updates, opt_state = meta_optimizer.update(grads, state.opt_state)
+        metrics["meta/grad_norm"] = jnp.full(config.num_seeds, optax.tree.norm(grads))
         state = state._replace(
             meta_net=optax.apply_updates(state.meta_net, updates),
             opt_state=opt_state,
@@ -384,50 +446,53 @@ def make_train(config: Config):
         )
         return state, metrics
 
-    def play_episode(params, key):
-        """Returns the runner at the end of one full episode. Under vmap, all wait for the last."""
-        unfinished = lambda runner: ~runner.done
-        step = lambda runner: disco.act(network, env_step, params, runner)[0]
-        return jax.lax.while_loop(unfinished, step, start_episode(key))
-
-    def evaluate(agent: AgentState):
-        """One agent. Returns AgentState, metrics."""
-        key, eval_key = jax.random.split(agent.key)
-        keys = jax.random.split(eval_key, math.ceil(config.eval_episodes / num_devices))
-        runners = jax.vmap(play_episode, (None, 0))(agent.params, keys)
-        eval_return = pmean(runners.episode_return.mean())
-        eval_length = pmean(runners.episode_length.mean())
-        return agent._replace(key=key), {"eval/return": eval_return, "eval/length": eval_length}
-
-    def init_population(key):
-        agents, runners = jax.vmap(init_agent)(jax.random.split(key, config.num_agents))
+    def init_on_device(key):
+        keys = jnp.split(jax.random.split(key, config.num_seeds), num_populations)
+        started = map(lambda population, keys: population.init(keys), populations, keys)
+        agents, runners = zip(*started, strict=True)
         return TrainState(
             meta_net=meta_net,
             opt_state=meta_optimizer.init(meta_net),
             agents=agents,
             runners=runners,
             updates_done=jnp.int32(0),
-            eval_return=jnp.full(config.num_agents, jnp.nan, jnp.float32),
+            eval_return=jnp.full(config.num_seeds, jnp.nan, jnp.float32),
         )
 
-    def train_population(state: TrainState):
+    def train_on_device(state: TrainState):
         state, metrics = jax.lax.scan(update, state, None, config.updates_per_eval)
-        agents, evaluation = jax.vmap(evaluate)(state.agents)
+        evaluated = map(lambda population, x: population.evaluate(x), populations, state.agents)
+        agents, evaluation = zip(*evaluated, strict=True)
+        evaluation = concatenate(evaluation)  # [S]
         state = state._replace(agents=agents, eval_return=evaluation["eval/return"])
-        unmeasured = jnp.full((config.updates_per_eval, config.num_agents), jnp.nan)
+        unmeasured = jnp.full((config.updates_per_eval, config.num_seeds), jnp.nan)
         metrics |= {name: unmeasured.at[-1].set(x) for name, x in evaluation.items()}
-        return state, jax.tree.map(lambda x: jnp.float32(x).T, metrics)  # [P, updates]
+        return state, jax.tree.map(lambda x: jnp.float32(x).T, metrics)  # [S, updates]
 
-    init = jax.pmap(init_population, "devices")
-    train = jax.pmap(train_population, "devices", donate_argnums=0)
+    init = jax.pmap(init_on_device, "devices")
+    train = jax.pmap(train_on_device, "devices", donate_argnums=0)
     return init, train
 
 
 # ------------------------------------------- main
+def append_rows(table, config: Config, first: int, metrics: dict[str, np.ndarray]):
+    """One row per meta step and agent: metrics are [S, meta steps], from meta step `first` on."""
+    columns = ["update", "env_id", "seed", "env_steps", *metrics]
+    rows = [columns] if table.tell() == 0 else []
+    for step in range(first, first + config.updates_per_eval):
+        for agent in range(config.num_seeds):
+            cells = [x[agent, step - first] for x in metrics.values()]
+            cells = ["" if np.isnan(x) else x for x in cells]
+            env_id = config.env_id[agent // config.num_agents]
+            rows.append([step, env_id, agent, step * config.batch_size, *cells])
+    csv.writer(table, lineterminator="\n").writerows(rows)
+    table.flush()
+
+
 def main(config: Config) -> dict:
     """Meta-train, or continue the run in `run_dir`. Returns its summary. Raises ConfigError."""
     start = time.perf_counter()
-    name = f"{SCRIPT}__{config.env_id}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    name = f"{SCRIPT}__{'-'.join(config.env_id)}__{config.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(config.run_dir or f"runs/{name.replace('/', '-')}-{os.getpid()}")
     if not config.run_dir:
         COMMAND.extend(["--run-dir", str(run_dir)])
@@ -453,7 +518,7 @@ def main(config: Config) -> dict:
     run_dir.mkdir(parents=True, exist_ok=True)
     table = table or open_table(table_path, "x+")
     # Keep the header and the rows up to the checkpoint (ASCII: a character is a byte).
-    lines = table.readlines()[: 1 + updates_done * config.num_agents] if updates_done else []
+    lines = table.readlines()[: 1 + updates_done * config.num_seeds] if updates_done else []
     table.seek(len("".join(lines)))
     table.truncate()
     summary_path.unlink(missing_ok=True)
@@ -461,14 +526,17 @@ def main(config: Config) -> dict:
     write(run_dir / "config.json", json.dumps(options, indent=2).encode())
     for source in map(Path, SOURCES + disco.SOURCES):
         write(run_dir / source.name, source.read_bytes())
-    call_steps = config.updates_per_eval * config.batch_size * config.num_agents
+    call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
     first_device = lambda tree: jax.tree.map(lambda x: x[0], tree)  # the same on all devices
+    # Of each environment.
+    mean_returns = lambda state: state.eval_return[0].reshape(len(config.env_id), -1).mean(axis=1)
+    show_returns = lambda state: "return " + " ".join(f"{x:.4g}" for x in mean_returns(state))
     style = {"unit": " steps", "unit_scale": True, "ncols": 80}
     with tqdm.tqdm(total=calls_left * call_steps, **style) as bar:
         for call in range(calls_left):
             call_start = time.perf_counter()
             state, metrics = train(state)
-            metrics = {name: np.array(x)[0] for name, x in metrics.items()}  # [P, updates]
+            metrics = {name: np.array(x)[0] for name, x in metrics.items()}  # [S, meta steps]
             call_sps = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["meta/grad_norm"]).all():
@@ -481,22 +549,23 @@ def main(config: Config) -> dict:
             write(run_dir / "weights.npz", weights_file(first_device(host_state.meta_net)))
             # Written last: the other files are never older than the checkpoint.
             save(run_dir / "checkpoint.msgpack", host_state)
-            bar.set_postfix_str(f"return {host_state.eval_return.mean():.4g}", refresh=False)
+            bar.set_postfix_str(show_returns(host_state), refresh=False)
             bar.update(call_steps)
 
-    returns, seconds = host_state.eval_return[0], time.perf_counter() - start
+    seconds = time.perf_counter() - start
     summary = options | {
         "versions": {x.__name__: x.__version__ for x in (jax, flax, optax)},
         "device": f"{len(host_state.updates_done)} x {jax.devices()[0].device_kind}",
         "env_steps": int(host_state.updates_done[0]) * config.batch_size,  # per agent
         "seconds": seconds,  # since the last start, including compilation
         "steps_per_second": calls_left * call_steps / seconds,  # of all agents
-        "eval_return_mean": float(returns.mean()),
-        "eval_return_per_seed": returns.tolist(),
+        "eval_return_mean": float(host_state.eval_return[0].mean()),
+        "eval_return_per_env": mean_returns(host_state).tolist(),
+        "eval_return_per_seed": host_state.eval_return[0].tolist(),  # of each agent
     }
     write(summary_path, json.dumps(summary, indent=2).encode())
     table.close()
-    print(f"return {returns.mean():.4g}\npython disco.py --weights {run_dir}/weights.npz")
+    print(f"{show_returns(host_state)}\npython disco.py --weights {run_dir}/weights.npz")
     return summary
 
 
@@ -509,6 +578,8 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
+            # JSON has no tuples.
+            stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
             if config.batch_size != default.batch_size:  # env_steps counts batches

@@ -121,7 +121,8 @@ def read_run(run_dir: Path, metric: str) -> Run:
             raise RunError(f"{run_dir} has no rows in metrics.csv yet")
         seeds = len({row["seed"] for row in rows})
         number = lambda name: np.array([float(row[name] or "nan") for row in rows])
-        table = {name: number(name).reshape(-1, seeds) for name in rows[0]}
+        names = [name for name in rows[0] if name != "env_id"]
+        table = {name: number(name).reshape(-1, seeds) for name in names}
         steps, speed = table["env_steps"][:, 0], table["time/sps"][:, 0]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise RunError(f"{run_dir} is no run, or damaged: {error}") from None
@@ -139,6 +140,28 @@ def read_run(run_dir: Path, metric: str) -> Run:
         curve=Curve(steps, seconds, table[metric]),
         training=Curve(steps, seconds, training) if is_measured else None,
     )
+
+
+def split(run: Run) -> list[Run]:
+    """A run for each environment. disco_meta.py has several, each with equally many agents."""
+    env_ids = run.options["env_id"]
+    if isinstance(env_ids, str):
+        return [run]
+    runs = []
+    for i, env_id in enumerate(env_ids):
+        if env_ids.count(env_id) > 1:
+            env_id += f" #{env_ids[: i + 1].count(env_id)}"
+        own = lambda x, i=i: np.split(x, len(env_ids), axis=1)[i]
+        of_env = lambda curve, own=own: curve and curve._replace(values=own(curve.values))
+        runs.append(
+            run._replace(
+                options=run.options | {"env_id": env_id},
+                table={name: own(x) for name, x in run.table.items()},
+                curve=of_env(run.curve),
+                training=of_env(run.training),
+            )
+        )
+    return runs
 
 
 def pool(curves: list[Curve]) -> Curve:
@@ -501,7 +524,7 @@ def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
         if not run_dirs:
             raise RunError("none of these is a run")
     runs = [read_run(run_dir, options.metric) for run_dir in run_dirs]
-    panels = group(runs)
+    panels = group([part for run in runs for part in split(run)])
     own_names = {env_id: list(lines) for env_id, lines in panels.items()}
     if options.labels:
         panels = rename(panels, options.labels)

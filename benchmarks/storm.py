@@ -23,10 +23,10 @@ sys.path.insert(0, str(ROOT))
 
 import plot
 
-SMALL = "--num-envs 4 --num-steps 8 --hidden-size 8 --num-evals {calls} --eval-episodes 2"
+SMALL = "--num-envs 4 --num-steps 8 --num-evals {calls} --eval-episodes 2"
 TRAIN = SMALL + " --num-seeds 2 --total-timesteps {steps}"  # two updates of 32 steps per call
-PPO = TRAIN + " --num-minibatches 2"
-AGENT = " --feature-size 8 --model-size 8 --branch-size 8 --weights random"
+PPO = TRAIN + " --hidden-size 8 --num-minibatches 2"
+AGENT = " --hidden-sizes 8 8 --model-size 8 --branch-size 8 --weights random"
 OPTIONS = {
     "ppo_ff": PPO,
     "ppo_drift": PPO + " --drift adaptive_kl",

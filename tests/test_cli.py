@@ -72,6 +72,8 @@ def flags(config):
         name, value = field.name.replace("_", "-"), getattr(config, field.name)
         if isinstance(value, bool):
             words.append(f"--{name}" if value else f"--no-{name}")
+        elif isinstance(value, tuple):
+            words += [f"--{name}", *map(str, value)]
         elif value not in (None, ""):
             words += [f"--{name}", str(value)]
     return words

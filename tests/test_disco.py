@@ -361,7 +361,7 @@ def test_the_value_loss_is_a_cross_entropy_of_two_bins():
 
 
 # ---------------------------------------------------------------- B, D: an agent and its updates
-CONFIG = disco.Config(hidden_size=32, feature_size=16, model_size=8, branch_size=12)
+CONFIG = disco.Config(hidden_sizes=(32, 16), model_size=8, branch_size=12)
 NETWORK = disco.Agent(NUM_ACTIONS, CONFIG)
 ROWS, COLUMNS = 6, 5
 
@@ -750,7 +750,7 @@ def test_policy_gradient_has_no_critic():
 
 
 # ---------------------------------------------------------------------------------- the harness
-SIZES = {"hidden_size": 8, "feature_size": 8, "model_size": 4, "branch_size": 4}
+SIZES = {"hidden_sizes": (8, 8), "model_size": 4, "branch_size": 4}
 SMALL = SIZES | {
     "weights": "random",
     "num_envs": 2,
@@ -1077,7 +1077,7 @@ def test_any_option_may_change_when_a_run_is_continued(tmp_path):
     rates = [float(row["optim/lr"]) for row in read_rows(tmp_path / "run")]
     np.testing.assert_allclose(rates, [1e-2] * 4 + [1e-3] * 4, rtol=1e-6)
     files = content(tmp_path / "run")
-    for wrong in (["--rule", "actor_critic"], ["--replay-size", "8"], ["--hidden-size", "4"]):
+    for wrong in (["--rule", "actor_critic"], ["--replay-size", "8"], ["--hidden-sizes", "4"]):
         code, _, err = run(disco, *words, *longer, *wrong, "--total-timesteps", "256")
         assert code == 2 and err.count("\n") == 1 and "checkpoint.msgpack" in err
     code, _, err = run(disco, *words, "--seed", str(2**32))

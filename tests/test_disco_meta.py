@@ -26,7 +26,7 @@ import disco_meta
 FILES = {"config.json", "metrics.csv", "checkpoint.msgpack", "summary.json", "weights.npz"}
 FILES |= {"disco.py", "disco_meta.py"}
 SMALL = {
-    "env_id": "Catch-3x3",
+    "env_id": ("Catch-3x3",),
     "num_meta_steps": 2,
     "num_evals": 2,
     "eval_episodes": 2,
@@ -35,8 +35,7 @@ SMALL = {
     "valid_steps": 5,
     "num_agents": 2,
     "lifetime": 4,
-    "hidden_size": 8,
-    "feature_size": 8,
+    "hidden_sizes": (8, 8),
     "model_size": 4,
     "branch_size": 4,
 }
@@ -86,12 +85,12 @@ def start(config):
     return init(KEYS), train.lower(None).compile()
 
 
-def rollout(rng, length, num_envs=3):
+def rollout(rng, length, num_envs, num_actions):
     shape = (length, num_envs)
     return disco.Transition(
         obs=rng.random((*shape, 9)) < 0.3,
-        action=rng.integers(0, 3, shape),
-        logits=rng.normal(size=(*shape, 3)),
+        action=rng.integers(0, num_actions, shape),
+        logits=rng.normal(size=(*shape, num_actions)),
         reward=rng.normal(size=shape),
         done=rng.random(shape) < 0.3,
         reset=rng.random(shape) < 0.2,
@@ -135,7 +134,7 @@ meta_loss = disco_meta.meta_loss
 
 def loss_of_the_given_rollouts(meta_net, agent, batches, valid, network, config):
     mine = lambda x: jnp.asarray(x)[jax.lax.axis_index("devices")]
-    batches, valid = jax.tree.map(mine, rollouts)
+    batches, valid = jax.tree.map(mine, rollouts[network.num_actions])
     return meta_loss(meta_net, agent, batches, valid, network, config)
 
 
@@ -143,7 +142,7 @@ def make_env(config):
     # Since the rollouts are given, any environment will do.
     obs, end = jnp.zeros(9, bool), jnp.bool(True)
     step = lambda key, env_state, action: (obs, key, jnp.float32(0), end, ~end, obs)
-    return lambda key: (obs, key), step, 3
+    return lambda key: (obs, key), step, int(config.env_id)
 
 
 disco_meta.meta_loss, disco.make_env = loss_of_the_given_rollouts, make_env
@@ -155,20 +154,24 @@ double = lambda x: x.astype(float) if x.dtype == np.float32 else x
 state = state._replace(
     meta_net=jax.tree.map(double, two(disco.load_weights(config.weights))),
     opt_state=jax.tree.map(double, state.opt_state),
-    agents=two(agents)._replace(key=state.agents.key),
+    agents=tuple(
+        two(new)._replace(key=old.key) for new, old in zip(agents, state.agents, strict=True)
+    ),
 )
 state, metrics = train(state)
 # Adam's first moment started at zero: it is 0.1 times the gradient.
 grads = jax.tree.map(lambda x: x / 0.1, state.opt_state[0].mu)
-agents = state.agents._replace(key=None)
+agents = [agents._replace(key=None) for agents in state.agents]
 with open(sys.argv[2], "wb") as file:
     pickle.dump(jax.tree.map(np.array, (grads, agents, metrics)), file)
 """
 
 
-def some_agent(rng, config):
+def some_agent(rng, config, num_actions, scale):
     """With some lifetime behind it: AgentState, and Agent and Critic of the reference."""
-    network = disco.Agent(3, config)
+    sizes = {"hidden_sizes": (8 * scale, 8 * scale), "model_size": 4 * scale}
+    sizes |= {"branch_size": 4 * scale}
+    network = disco.Agent(num_actions, dataclasses.replace(config, **sizes))
     obs = jnp.zeros(9)
     shapes = jax.eval_shape(lambda key: network.init(key, obs), KEYS[0])["params"]
     critic_shapes = jax.eval_shape(lambda key: disco_meta.Critic().init(key, obs), KEYS[0])
@@ -212,11 +215,13 @@ def some_agent(rng, config):
     return state, agent, critic
 
 
-def test_the_meta_gradient_is_that_of_finite_differences(tmp_path):
+@pytest.mark.parametrize("num_actions", [(3,), (3, 4)])
+def test_the_meta_gradient_is_that_of_finite_differences(num_actions, tmp_path):
     """A meta step of two agents on two devices in float64, against NumPy.
 
-    From the second inner update on, the agent and the lifetime state depend on the meta-network,
-    and from the third on, so does the target network.
+    They play on one environment, or each on its own with a size of its own. From the second inner
+    update on, the agent and the lifetime state depend on the meta-network, and from the third on,
+    so does the target network.
     """
     rng = np.random.default_rng(0)
     weights = dict(np.load(io.BytesIO(disco_meta.weights_file(disco.random_weights(0)))))
@@ -227,14 +232,22 @@ def test_the_meta_gradient_is_that_of_finite_differences(tmp_path):
     sizes = {"inner_updates": 3, "num_envs": 4, "lifetime": 0, "num_meta_steps": 1, "num_evals": 1}
     options = {"lr": 0.02, "max_update": 0.4, "ent_coef": 0.01, "critic_lr": 0.05}
     coefs = {"policy_coef": 1.5, "y_coef": 0.5, "z_coef": 2.0, "aux_coef": 0.7, "vf_coef": 0.3}
+    scales = (1, 2)[: len(num_actions)]  # of the agents' sizes
+    populations = {"env_id": tuple(map(str, num_actions)), "agent_scale": tuple(map(float, scales))}
+    options |= populations | {"num_agents": 2 // len(num_actions)}
     config = small(**sizes, **options, **coefs, weights=str(tmp_path / "weights.npz"))
-    states, *others = zip(*[some_agent(rng, config) for _ in range(2)], strict=True)
-    agents = jax.tree.map(lambda *x: np.stack(x), *states)
-    batches = [[rollout(rng, 4, num_envs=2) for _ in range(2)] for _ in range(3)]  # [K][D]
-    valid = [rollout(rng, 5, num_envs=2) for _ in range(2)]
+    places = list(zip(num_actions, scales, strict=True)) * config.num_agents  # of both agents
+    states, *others = zip(*[some_agent(rng, config, *place) for place in places], strict=True)
     join = lambda *x: np.stack(x)
-    of_device = lambda d: jax.tree.map(join, *[batch[d] for batch in batches])
-    rollouts = jax.tree.map(join, (of_device(0), valid[0]), (of_device(1), valid[1]))
+    agents = [jax.tree.map(join, *states[i :: len(num_actions)]) for i in range(len(num_actions))]
+    rollouts, played = {}, []
+    for n, _ in places:
+        batches = [[rollout(rng, 4, 2, n) for _ in range(2)] for _ in range(3)]  # [K][D]
+        valid = [rollout(rng, 5, 2, n) for _ in range(2)]
+        of_device = lambda d, batches=batches: jax.tree.map(join, *[x[d] for x in batches])
+        whole = jax.tree.map(join, (of_device(0), valid[0]), (of_device(1), valid[1]))
+        # The agents of one population are given the same rollouts.
+        played.append((batches, valid) if rollouts.setdefault(n, whole) is whole else played[-1])
 
     inputs, outputs = tmp_path / "inputs", tmp_path / "outputs"
     inputs.write_bytes(pickle.dumps((config, agents, rollouts)))
@@ -246,29 +259,29 @@ def test_the_meta_gradient_is_that_of_finite_differences(tmp_path):
     held = [reference.Held() for _ in states]
 
     def meta_losses(weights):
-        places = zip(*others, held, strict=True)
-        loss = lambda agent, critic, hold: reference.meta_loss(
-            weights, agent, critic, batches, valid, config, hold
+        loss = lambda agent, critic, rollouts, hold: reference.meta_loss(
+            weights, agent, critic, *rollouts, config, hold
         )
-        return [loss(*place) for place in places]
+        return [loss(*place) for place in zip(*others, played, held, strict=True)]
 
     for i, (loss, agent, critic, policy, entropy, penalty) in enumerate(meta_losses(weights)):
         names = {"meta/loss": loss, "meta/policy": policy, "meta/entropy": entropy}
         names["meta/regularizer"] = penalty
         for name, x in names.items():
             np.testing.assert_allclose(metrics[name][:, i, 0], x, rtol=2e-6)
+        mine, place = (after[0], i) if len(after) == 1 else (after[i], 0)
         pairs = {
-            "params": (after.params["params"], agent.layers),
-            "target_params": (after.target_params["params"], agent.target_layers),
-            "critic": (after.critic["params"], critic.layers),
-            "hidden": (after.meta.hidden, agent.hidden),
-            "cell": (after.meta.cell, agent.cell),
-            "moments": (after.meta.moments.raw, np.array(agent.moments[:2])),
-            "critic_moments": (after.moments.raw, np.array(critic.moments[:2])),
+            "params": (mine.params["params"], agent.layers),
+            "target_params": (mine.target_params["params"], agent.target_layers),
+            "critic": (mine.critic["params"], critic.layers),
+            "hidden": (mine.meta.hidden, agent.hidden),
+            "cell": (mine.meta.cell, agent.cell),
+            "moments": (mine.meta.moments.raw, np.array(agent.moments[:2])),
+            "critic_moments": (mine.moments.raw, np.array(critic.moments[:2])),
         }
         for found, expected in pairs.values():
-            same = lambda x, y, i=i: np.testing.assert_allclose(
-                x[:, i], [y, y], rtol=1e-9, atol=1e-12
+            same = lambda x, y, place=place: np.testing.assert_allclose(
+                x[:, place], [y, y], rtol=1e-9, atol=1e-12
             )
             jax.tree.map(same, found, expected)
 
@@ -289,7 +302,8 @@ def test_the_meta_gradient_is_that_of_finite_differences(tmp_path):
     for name, x in grads.items():
         np.testing.assert_array_equal(x[0], x[1], err_msg=name)
     each = [[f"{place.name}/w", f"{place.name}/b"] for place in places]
-    for moving in [*each, names]:  # along a direction of each layer, and of all
+    # Along a direction of each layer, and of all.
+    for moving in [*each, names] if len(num_actions) == 1 else [names]:
         direction = {name: rng.normal(size=weights[name].shape) for name in moving}
         found = sum((grads[name][0] * x).sum() for name, x in direction.items())
         expected = slope(direction)
@@ -303,7 +317,7 @@ def test_agents_of_all_ages_are_replaced_at_the_end_of_their_lifetime():
     state, train = start(config)
     seen = []
     for _ in range(6):
-        seen.append(jax.tree.map(lambda x: np.array(x[0]), state.agents))
+        seen.append(jax.tree.map(lambda x: np.array(x[0]), state.agents[0]))
         state, _ = train(state)
     ages = [agents.opt_state[0].count // config.inner_updates for agents in seen]
     np.testing.assert_array_equal(ages, [[0, 0], [1, 1], [2, 2], [3, 1], [4, 2], [1, 3]])
@@ -314,6 +328,30 @@ def test_agents_of_all_ages_are_replaced_at_the_end_of_their_lifetime():
     replaced = np.diff(ages, axis=0) != 1
     replaced[0, 0] = True  # the first lifetime begins with the first step
     np.testing.assert_array_equal(moved > most, replaced)
+
+
+# ------------------------------------ environments
+def test_each_environment_has_agents_of_its_own_size_and_rows_of_its_own(tmp_path):
+    """Traced only."""
+    names = ("Catch-3x3", "CartPole-v1")
+    config = small(env_id=names, agent_scale=(1.0, 0.25), num_meta_steps=1, num_evals=1)
+    init, train = MAKE_TRAIN(config)
+    state = jax.eval_shape(init, KEYS)
+    kernels = [agents.params["params"]["torso_1"]["kernel"].shape for agents in state.agents]
+    assert kernels == [(1, 2, 8, 8), (1, 2, 2, 2)]
+    assert [runners.obs.shape for runners in state.runners] == [(1, 2, 3, 9), (1, 2, 3, 4)]
+    after, metrics = jax.eval_shape(train, state)
+    assert {x.shape for x in metrics.values()} == {(1, 4, 1)}
+    assert after.eval_return.shape == (1, 4)
+
+    metrics = {"eval/return": np.array([[1.0], [np.nan], [3.0], [4.0]])}
+    with open(tmp_path / "metrics.csv", "x") as table:
+        disco_meta.append_rows(table, config, 5, metrics)
+    first, second = names
+    cells = [(row["update"], *list(row.values())[1:3]) for row in read_rows(tmp_path)]
+    assert cells == [("5", first, "0"), ("5", first, "1"), ("5", second, "2"), ("5", second, "3")]
+    assert [row["eval/return"] for row in read_rows(tmp_path)] == ["1.0", "", "3.0", "4.0"]
+    assert {row["env_steps"] for row in read_rows(tmp_path)} == {str(5 * config.batch_size)}
 
 
 # ------------------------------------- run folder
@@ -378,7 +416,7 @@ def test_a_killed_run_continues_to_the_same_bytes_and_can_be_extended(tmp_path, 
     assert code == 0 and len(read_rows(path)) == 6, err
     assert json.loads((path / "config.json").read_text())["meta_lr"] == 0.5
     files = content(path)
-    for wrong in (["--num-envs", "6"], ["--hidden-size", "4"], ["--num-agents", "3"]):
+    for wrong in (["--num-envs", "6"], ["--hidden-sizes", "4"], ["--num-agents", "3"]):
         code, _, err = run(disco_meta, "--run-dir", path, "--num-meta-steps", "9", *wrong)
         assert code == 2 and err.count("\n") == 1, err
     assert content(path) == files
@@ -455,6 +493,8 @@ def test_a_run_that_diverges_keeps_its_last_checkpoint(tmp_path, monkeypatch):
         (["--valid-steps", "1"], "valid_steps must be at least 2"),
         (["--env-id", "Catsh-8x8"], "unknown env_id Catsh-8x8: did you mean Catch-8x8"),
         (["--env-params", '{"max_steps_in_episode": "9"}'], "env_params: max_steps_in_episode"),
+        (["--env-id"], "env_id must name an environment"),
+        (["--agent-scale", "1", "2"], "env_params and agent_scale must have one value or 1"),
         (["--weights", "missing.npz"], "cannot read missing.npz"),
         (["--weights", str(ROOT / "pyproject.toml")], "cannot read"),
         (["--seed", str(2**32)], f"seed = {2**32} is not in"),
@@ -485,11 +525,11 @@ def test_it_starts_from_given_and_from_random_weights(tmp_path):
 
 def test_environments_of_gymnax_train_too_even_where_jax_computes_in_double_precision():
     """Traced only. What is trained stays in single precision."""
-    config = small(env_id="CartPole-v1", num_meta_steps=1, num_evals=1)
+    config = small(env_id=("CartPole-v1",), num_meta_steps=1, num_evals=1)
     with jax.enable_x64(True):
         init, train = MAKE_TRAIN(config)
         state = jax.eval_shape(init, KEYS)
-        assert state.runners.obs.shape == (1, 2, 3, 4)
+        assert state.runners[0].obs.shape == (1, 2, 3, 4)
         after, metrics = jax.eval_shape(train, state)
         describe = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
         assert describe(after) == describe(state)

@@ -29,7 +29,7 @@ import plot
 
 # ------------------------------------------- runs
 DISCO = {"weights": "random", "env_id": "Catch-5x5", "num_steps": 8, "num_envs": 2}
-DISCO |= {"replay_batch": 4, "replay_size": 6, "hidden_size": 8, "feature_size": 8}
+DISCO |= {"replay_batch": 4, "replay_size": 6, "hidden_sizes": (8, 8)}
 DISCO |= {"model_size": 4, "branch_size": 4, "eval_episodes": 4, "num_evals": 2}
 DISCO |= {"total_timesteps": 64}
 # ppo_drift acts as ppo_ff does, ppo_continuous as ppo_obs_norm, ppo_rnn as ppo_meta.

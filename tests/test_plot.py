@@ -47,6 +47,19 @@ def legend_of(*runs, labels=None):
     return [text.split(" (")[0] for text in texts if text != "training return"]
 
 
+def test_each_environment_of_a_run_has_a_panel_and_agents_of_its_own():
+    """disco_meta.py: its agents are in the order of its environments."""
+    path = Path(one_run("run", seeds=6, env_id=["b", "a", "b"]))
+    whole = plot.read_run(path, "eval/return")
+    panels = plot.main([str(path), "--out", "picture.png"])
+    assert list(panels) == ["b #1", "a", "b #2"]
+    for i, lines in enumerate(panels.values()):
+        (curve,) = lines.values()
+        expected = whole.curve.values[:, 2 * i : 2 * i + 2]
+        np.testing.assert_array_equal(curve.values[-1], expected[-1])
+        assert curve.values.shape[1] == 2 and curve.seconds[-1] == whole.curve.seconds[-1]
+
+
 # ------------------------------------------- names
 def test_numbers_in_the_legend_are_in_order():
     """As words, 1e-05 would come last, and 128 before 64."""

@@ -41,7 +41,13 @@ def config_of(script):
     if script in SCRIPTS:
         return tiny(module, **length)
     sizes = {"hidden_size": 8, "eval_episodes": 4, "replay_batch": 4, "replay_size": 6}
-    sizes |= {"feature_size": 8, "model_size": 4, "branch_size": 4, **SIBLINGS[script], **length}
+    sizes |= {
+        "hidden_sizes": (8, 8),
+        "model_size": 4,
+        "branch_size": 4,
+        **SIBLINGS[script],
+        **length,
+    }
     return module.Config(**{k: v for k, v in sizes.items() if k in vars(module.Config())})
 
 
