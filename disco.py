@@ -120,6 +120,9 @@ class Config:
     y_coef: float = 1.0  # coefficient of the loss of the prediction y
     z_coef: float = 1.0  # coefficient of the loss of the prediction z
     aux_coef: float = 1.0  # coefficient of the loss of the predicted next policy
+    scalar_value: bool = False  # actor_critic: a plain number as value, trained by squared error
+    normalize_advantages: bool = False  # actor_critic: by their moving mean and standard deviation
+    normalize_errors: bool = False  # actor_critic with scalar_value: the value's errors, likewise
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
@@ -211,11 +214,11 @@ class AgentOutput(NamedTuple):
     """Unnormalized log-probabilities. policy_gradient has only logits, actor_critic also value."""
 
     logits: jax.Array  # [..., A] policy
-    y: jax.Array | None = None  # [..., 600] of discovered meaning
-    z: jax.Array | None = None  # [..., A, 600] the same, for each action
+    y: jax.Array | None = None  # [..., Y] of discovered meaning, 600 by default
+    z: jax.Array | None = None  # [..., A, Y] the same, for each action
     aux_pi: jax.Array | None = None  # [..., A, A] policy one step after each action
     q: jax.Array | None = None  # [..., A, 601] categorical return after each action
-    value: jax.Array | None = None  # [..., 601] categorical return
+    value: jax.Array | None = None  # [..., 601] categorical return, or [..., 1] the value itself
 
 
 def dense(features: int, name: str, stddev: float | None = None) -> nn.Dense:
@@ -238,6 +241,7 @@ class Agent(nn.Module):
 
     num_actions: int
     config: Config
+    prediction_size: int = 600  # of the rule
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
@@ -251,8 +255,9 @@ class Agent(nn.Module):
         if config.rule == "policy_gradient":
             return AgentOutput(logits)
         if config.rule == "actor_critic":
-            return AgentOutput(logits, value=dense(NUM_BINS, "value", 1e-2)(x))
-        y = dense(600, "y", 1e-2)(x)
+            size = 1 if config.scalar_value else NUM_BINS
+            return AgentOutput(logits, value=dense(size, "value", 1e-2)(x))
+        y = dense(self.prediction_size, "y", 1e-2)(x)
         cell = dense(config.model_size, "cell")(x)  # [..., H]
         if action is None:  # each action
             cell = jnp.repeat(cell[..., None, :], self.num_actions, axis=-2)  # [..., A, H]
@@ -261,7 +266,11 @@ class Agent(nn.Module):
         gates = dense(4 * config.model_size, "gates")
         hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as after an output gate of 1
         heads = {}
-        for name, size in ("z", 600), ("aux_pi", self.num_actions), ("q", NUM_BINS):
+        for name, size in (
+            ("z", self.prediction_size),
+            ("aux_pi", self.num_actions),
+            ("q", NUM_BINS),
+        ):
             x = nn.relu(dense(config.branch_size, f"{name}_0")(hidden))
             heads[name] = dense(size, f"{name}_1")(x)
         return AgentOutput(logits, y, **heads)
@@ -285,7 +294,7 @@ class Linear(NamedTuple):
 class Placeholder:
     """Stands for a Linear until it is loaded: its name and shape in the released file.
 
-    A leaf: `jax.tree.map(load, MetaNetwork())` replaces each by its layer.
+    A leaf: `jax.tree.map(load, name_layers())` replaces each by its layer.
     """
 
     name: str
@@ -296,12 +305,12 @@ class Placeholder:
 class Embeddings(NamedTuple):
     """Layers that embed LSTM inputs."""
 
-    y_hidden: Linear = Placeholder("mlp/~/linear_0", (600, 16))
-    y_output: Linear = Placeholder("mlp/~/linear_1", (16, 1))
-    z_hidden: Linear = Placeholder("mlp_1/~/linear_0", (600, 16))
-    z_output: Linear = Placeholder("mlp_1/~/linear_1", (16, 1))
-    action_hidden: Linear = Placeholder("sequential/conv1_d", (1, 2 * 9, 16))
-    action_output: Linear = Placeholder("sequential/conv1_d_1", (1, 2 * 16, 2))
+    y_hidden: Linear
+    y_output: Linear
+    z_hidden: Linear
+    z_output: Linear
+    action_hidden: Linear
+    action_output: Linear
 
     def embed_y(self, logits):
         return self.y_output(nn.relu(self.y_hidden(nn.softmax(logits)))).squeeze(-1)
@@ -310,28 +319,77 @@ class Embeddings(NamedTuple):
         return self.z_output(nn.relu(self.z_hidden(nn.softmax(logits)))).squeeze(-1)
 
 
-def within(module: str) -> Embeddings:
-    """Placeholders of the embeddings of a module."""
-    return jax.tree.map(lambda x: dataclasses.replace(x, name=f"{module}/{x.name}"), Embeddings())
-
-
 class MetaNetwork(NamedTuple):
-    """A lifetime LSTM (128 units) modulates a backward LSTM (256) that reads 27 step features."""
+    """A lifetime LSTM modulates a backward LSTM that reads 27 step features."""
 
-    embeddings: Embeddings = within("lstm")
-    lifetime_embeddings: Embeddings = within("lstm/~/meta_lstm/~unroll")
-    backward_lstm: Linear = Placeholder("lstm/lstm/linear", (27 + 256, 4 * 256))
-    modulation: Linear = Placeholder("lstm/linear", (128, 256), stddev=1.0)
-    summary: Linear = Placeholder("lstm/linear_1", (256, 1), stddev=0.3)
-    y: Linear = Placeholder("lstm/linear_2", (256, 600), stddev=0.3)
-    z: Linear = Placeholder("lstm/linear_3", (256, 600), stddev=0.3)
-    policy_hidden: Linear = Placeholder("lstm/sequential_1/conv1_d", (1, 2 * (256 + 2), 16))
-    policy: Linear = Placeholder("lstm/linear_4", (16, 1), stddev=0.3)
-    lifetime_input: Linear = Placeholder("lstm/~/meta_lstm/~unroll/mlp_2/~/linear_0", (27 + 2, 16))
-    lifetime_lstm: Linear = Placeholder("lstm/~/meta_lstm/~unroll/lstm/linear", (16 + 128, 4 * 128))
+    embeddings: Embeddings
+    lifetime_embeddings: Embeddings
+    backward_lstm: Linear
+    modulation: Linear
+    summary: Linear
+    y: Linear
+    z: Linear
+    policy_hidden: Linear
+    policy: Linear
+    lifetime_input: Linear
+    lifetime_lstm: Linear
 
 
-def random_weights(seed: int) -> MetaNetwork:
+class RuleSizes(NamedTuple):
+    """Sizes of a meta-network, by default those of Disco103."""
+
+    prediction: int = 600  # length of y and of z
+    lstm: int = 256
+    lifetime_lstm: int = 128
+    embedding: int = 16
+
+
+DISCO103_SIZES = RuleSizes()
+
+
+def name_layers(sizes: RuleSizes = DISCO103_SIZES) -> MetaNetwork:
+    """A Placeholder for each layer."""
+    prediction, lstm, lifetime_lstm, embedding = sizes
+
+    def embeddings(module):
+        return Embeddings(
+            y_hidden=Placeholder(f"{module}/mlp/~/linear_0", (prediction, embedding)),
+            y_output=Placeholder(f"{module}/mlp/~/linear_1", (embedding, 1)),
+            z_hidden=Placeholder(f"{module}/mlp_1/~/linear_0", (prediction, embedding)),
+            z_output=Placeholder(f"{module}/mlp_1/~/linear_1", (embedding, 1)),
+            action_hidden=Placeholder(f"{module}/sequential/conv1_d", (1, 2 * 9, embedding)),
+            action_output=Placeholder(f"{module}/sequential/conv1_d_1", (1, 2 * embedding, 2)),
+        )
+
+    unroll = "lstm/~/meta_lstm/~unroll"
+    policy_inputs = 2 * (lstm + 2)  # of an action, and the mean over the actions
+    return MetaNetwork(
+        embeddings=embeddings("lstm"),
+        lifetime_embeddings=embeddings(unroll),
+        backward_lstm=Placeholder("lstm/lstm/linear", (27 + lstm, 4 * lstm)),
+        modulation=Placeholder("lstm/linear", (lifetime_lstm, lstm), stddev=1.0),
+        summary=Placeholder("lstm/linear_1", (lstm, 1), stddev=0.3),
+        y=Placeholder("lstm/linear_2", (lstm, prediction), stddev=0.3),
+        z=Placeholder("lstm/linear_3", (lstm, prediction), stddev=0.3),
+        policy_hidden=Placeholder("lstm/sequential_1/conv1_d", (1, policy_inputs, embedding)),
+        policy=Placeholder("lstm/linear_4", (embedding, 1), stddev=0.3),
+        lifetime_input=Placeholder(f"{unroll}/mlp_2/~/linear_0", (27 + 2, embedding)),
+        lifetime_lstm=Placeholder(
+            f"{unroll}/lstm/linear", (embedding + lifetime_lstm, 4 * lifetime_lstm)
+        ),
+    )
+
+
+def sizes_of(meta_net: MetaNetwork) -> RuleSizes:
+    return RuleSizes(
+        prediction=meta_net.y.b.size,
+        lstm=len(meta_net.summary.w),
+        lifetime_lstm=len(meta_net.modulation.w),
+        embedding=len(meta_net.policy.w),
+    )
+
+
+def random_weights(seed: int, sizes: RuleSizes = DISCO103_SIZES) -> MetaNetwork:
     """A meta-network before meta-training, with truncated normal weights."""
     rng = np.random.default_rng(seed)
 
@@ -342,29 +400,36 @@ def random_weights(seed: int) -> MetaNetwork:
         stddev = layer.stddev or len(x) ** -0.5
         return Linear(np.float32(stddev * x), np.zeros(layer.shape[-1], np.float32))
 
-    return jax.tree.map(init, MetaNetwork())
+    return jax.tree.map(init, name_layers(sizes))
 
 
-def load_weights(source: str, seed: int = 0) -> MetaNetwork:
-    """The meta-network: `disco103`, `random` or an npz file. Raises ConfigError."""
+def load_weights(source: str, seed: int = 0, sizes: RuleSizes = DISCO103_SIZES) -> MetaNetwork:
+    """The meta-network: `disco103`, `random` or an npz file. Raises ConfigError.
+
+    `seed` and `sizes` are for `random`.
+    """
     if source == "random":
-        return random_weights(seed)
+        return random_weights(seed, sizes)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     path = cache / "disco_rl" / "disco_103.npz" if source == "disco103" else Path(source)
     download = source == "disco103" and not path.exists()
 
     def load(layer):
         w, b = arrays[f"{layer.name}/w"], arrays[f"{layer.name}/b"]
-        if w.shape != layer.shape or b.shape != layer.shape[-1:]:
-            raise ValueError(f"{layer.name} must have shape {layer.shape}")
         return Linear(np.float32(w.reshape(w.shape[-2:])), np.float32(b))
+
+    def check(layer, expected):
+        if layer.w.shape != expected.shape[-2:] or layer.b.shape != expected.shape[-1:]:
+            raise ValueError(f"{expected.name} must have shape {expected.shape[-2:]}")
 
     try:
         content = urllib.request.urlopen(URL, timeout=30).read() if download else path.read_bytes()
         if source == "disco103" and hashlib.sha256(content).hexdigest() != SHA256:
             raise ValueError("its sha256 is not that of Disco103")
         arrays = dict(np.load(io.BytesIO(content), allow_pickle=False))
-        meta_net = jax.tree.map(load, MetaNetwork())
+        meta_net = jax.tree.map(load, name_layers())
+        is_layer = lambda x: isinstance(x, Linear)
+        jax.tree.map(check, meta_net, name_layers(sizes_of(meta_net)), is_leaf=is_layer)
     except Exception as error:
         advice = f": try curl --create-dirs -o {path} {URL}" if source == "disco103" else ""
         raise ConfigError(f"cannot read {URL if download else path} ({error}){advice}") from None
@@ -539,13 +604,13 @@ class MetaState(NamedTuple):
     """Memory of the update rule over the lifetime of an agent."""
 
     moments: Moments  # of the advantage
-    hidden: jax.Array  # [128] of the lifetime LSTM
-    cell: jax.Array  # [128]
+    hidden: jax.Array  # [M] of the lifetime LSTM
+    cell: jax.Array  # [M]
 
 
-def start_lifetime() -> MetaState:
+def start_lifetime(units: int = 128) -> MetaState:
     zeros = lambda size: jnp.zeros(size, jnp.float32)
-    return MetaState(Moments(zeros(2), jnp.float32(1)), hidden=zeros(128), cell=zeros(128))
+    return MetaState(Moments(zeros(2), jnp.float32(1)), hidden=zeros(units), cell=zeros(units))
 
 
 def mix_actions(linear: Linear, x):
@@ -608,21 +673,21 @@ def make_features(embeddings: Embeddings, online, target, batch, values: Values,
 
 
 def backward_lstm(linear: Linear, step_features, done):
-    """An LSTM from the last step to the first, reset at episode ends. Returns [T, B, 256]."""
+    """An LSTM from the last step to the first, reset at episode ends. Returns [T, B, H]."""
 
     def step(carry, x):
         features, done = x
-        hidden, cell = jnp.where(done[:, None], 0, carry)  # [B, 256]
+        hidden, cell = jnp.where(done[:, None], 0, carry)  # [B, H]
         hidden, cell = lstm_cell(linear, features, hidden, cell)
         return jnp.stack([hidden, cell]), hidden
 
-    start = jnp.zeros((2, done.shape[1], 256), step_features.dtype)
+    start = jnp.zeros((2, done.shape[1], linear.b.size // 4), step_features.dtype)
     _, hidden = jax.lax.scan(step, start, (step_features, done), reverse=True)
     return hidden
 
 
 def embed_update(meta_net: MetaNetwork, step_features, hidden, new_y):
-    """Embedding of an update: the mean over its batch and the devices, [16].
+    """Embedding of an update: the mean over its batch and the devices, 16 numbers by default.
 
     `new_y` is the target that the rule emits, not that of the target network.
     """
@@ -634,7 +699,7 @@ def embed_update(meta_net: MetaNetwork, step_features, hidden, new_y):
 def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: MetaState, config):
     """The discovered rule, on arrays [T + 1, B, ...]. Returns targets, Values, MetaState.
 
-    Targets are an AgentOutput: logits [T, B, A], y [T, B, 600], z [T, B, 600] of the actions taken.
+    Targets are an AgentOutput: logits [T, B, A], y [T, B, Y], z [T, B, Y] of the actions taken.
     """
     values = jax.lax.stop_gradient(compute_values(online, target, batch, config))
     moments = meta.moments.add(values.advantage, config.ema_decay)
@@ -642,18 +707,15 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
     step_features, actions = make_features(meta_net.embeddings, *inputs)
     hidden = backward_lstm(meta_net.backward_lstm, step_features, batch.done[:-1])
     hidden *= meta_net.modulation(meta.hidden)
-    tiled = jnp.broadcast_to(hidden[:, :, None], (*actions.shape[:3], 256))
+    tiled = jnp.broadcast_to(hidden[:, :, None], (*actions.shape[:3], hidden.shape[-1]))
     actions = mix_actions(meta_net.policy_hidden, jnp.concatenate([tiled, actions], axis=-1))
     logits = meta_net.policy(actions).squeeze(-1)
     targets = AgentOutput(logits, meta_net.y(hidden), meta_net.z(hidden))
     # The lifetime state takes effect at the next update.
     step_features, _ = make_features(meta_net.lifetime_embeddings, *inputs)
     x = embed_update(meta_net, step_features, hidden, targets.y)
-    return (
-        targets,
-        values,
-        MetaState(moments, *lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)),
-    )
+    hidden, cell = lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)
+    return targets, values, meta._replace(moments=moments, hidden=hidden, cell=cell)
 
 
 def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, config):
@@ -661,8 +723,11 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     ratio = clipped_ratio(online.logits, batch)
     steps = (batch.reward[:-1], batch.done[:-1])
     if config.rule == "actor_critic":
-        value = expected_return(online.value)  # [T + 1, B]
-        return *vtrace(*steps, value, ratio, config.gamma, config.trace_lambda), meta
+        is_scalar = config.scalar_value
+        value = online.value.squeeze(-1) if is_scalar else expected_return(online.value)  # [T+1, B]
+        advantage, target = vtrace(*steps, value, ratio, config.gamma, config.trace_lambda)
+        moments = meta.moments.add(advantage, config.ema_decay)
+        return advantage, target, meta._replace(moments=moments)
     # With a value of 0, V-trace's advantage and target are both the discounted rewards up to the
     # end of the episode or trajectory, weighted by products of the clipped ratios.
     no_value = jnp.zeros_like(batch.reward)
@@ -671,6 +736,16 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     mean, std = meta.moments.mean_and_std()
     # The mean return, a control variate, carries the same ratio as the return.
     return (weighted_return - ratio * mean) / std, weighted_return, meta
+
+
+def normalize_targets(advantage, value_target, moments: Moments, config: Config):
+    """The options of actor_critic, whose advantage is also the error of its value."""
+    mean, std = moments.mean_and_std()
+    if config.normalize_errors:  # the value follows a scaled error, as in the authors' code
+        value_target += advantage / std - advantage
+    if config.normalize_advantages:
+        advantage = (advantage - mean) / std
+    return advantage, value_target
 
 
 # ------------------------------------------- loss
@@ -728,7 +803,10 @@ def baseline_loss(output: AgentOutput, advantage, value_target, batch: Transitio
     log_prob = select_action(nn.log_softmax(output.logits[:-1]), batch.action[:-1])
     losses = {"loss/policy": -advantage * log_prob}
     if config.rule == "actor_critic":
-        losses["loss/value"] = value_loss(output.value[:-1], value_target)
+        if config.scalar_value:
+            losses["loss/value"] = 0.5 * (output.value[:-1].squeeze(-1) - value_target) ** 2
+        else:
+            losses["loss/value"] = value_loss(output.value[:-1], value_target)
     return mean_losses(losses, output, batch, config)
 
 
@@ -769,12 +847,15 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     else:
         targets = None
         advantage, value_target, meta = baseline_rule(online, batch, state.meta, config)
-        loss = lambda output: baseline_loss(output, advantage, value_target, batch, config)
-        td = advantage  # of actor_critic: target - value
+        td, goals = advantage, (advantage, value_target)
+        if config.rule == "actor_critic":  # td is target - value
+            goals = normalize_targets(*goals, meta.moments, config)
+        loss = lambda output: baseline_loss(output, *goals, batch, config)
 
     # Only the outputs of the actions taken: an update takes 30% less time.
     loss_of = lambda params: loss(network.apply(params, batch.obs, batch.action))
     grads, metrics = jax.grad(loss_of, has_aux=True)(state.params)
+    metrics["policy/ratio"] = clipped_ratio(online.logits, batch).mean()
     if config.rule != "policy_gradient":
         metrics["value/explained_variance"] = 1 - td.var() / value_target.var()
         metrics["value/td"] = jnp.abs(td).mean()
@@ -813,6 +894,8 @@ def make_train(config: Config):
     num_devices = devices.size
     if num_devices == 0:
         raise ConfigError(f"{len(devices)} processes: num_envs, replay_* must be multiples")
+    if config.normalize_errors and not config.scalar_value:
+        raise ConfigError("normalize_errors needs scalar_value")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
     if trajectories < max(config.num_envs, config.replay_batch) or config.num_steps < 2:
         raise ConfigError(
@@ -821,8 +904,9 @@ def make_train(config: Config):
         )
     num_envs, replay_size, replay_batch = (size // num_devices for size in sizes)  # N, C, B
     env_reset, env_step, num_actions = make_env(config)
-    network = Agent(num_actions, config)
     meta_net = load_weights(config.weights) if config.rule == "disco" else None
+    rule_sizes = sizes_of(meta_net) if meta_net else DISCO103_SIZES
+    network = Agent(num_actions, config, rule_sizes.prediction)
     optimizer = make_optimizer(config)
     act_all = jax.vmap(partial(act, network, env_step), (None, 0))  # params, runners [N]
 
@@ -894,7 +978,7 @@ def make_train(config: Config):
             params=params,
             target_params=params,
             opt_state=optimizer.init(params),
-            meta=start_lifetime(),
+            meta=start_lifetime(rule_sizes.lifetime_lstm),
             replay=jax.tree.map(empty, transition),
             runners=runners,
             updates_done=jnp.int32(0),

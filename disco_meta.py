@@ -91,6 +91,10 @@ class Config:
     num_steps: int = 17  # rollout length of an inner update
     valid_steps: int = 17  # rollout length for validation
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
+    prediction_size: int = 600  # of a random meta-network: length of the predictions y and z
+    rule_size: int = 256  # of a random meta-network: LSTM
+    lifetime_size: int = 128  # of a random meta-network: LSTM over the updates of an agent
+    embedding_size: int = 16  # of a random meta-network: layers before and after the LSTMs
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
     num_agents: int = 4  # population size, on each environment
     lifetime: int = 600  # meta steps until an agent is replaced by a new one; 0: never
@@ -98,15 +102,17 @@ class Config:
     critic_lr: float = 1e-3  # Adam learning rate of the critics
     critic_gamma: float = 0.99  # discount factor of the critics, hence of the meta-objective
     critic_lambda: float = 0.96  # trace decay of the critics
+    critic_max_update: float = 1.0  # clip entries of the critics' Adam steps, as max_update
+    critic_ema_decay: float = 0.99  # decay of the moments of the critics' advantages
     hidden_sizes: tuple[int, ...] = (128, 128)  # widths of an agent's layers
     model_size: int = 64  # width of the LSTM that models the effect of an action
     branch_size: int = 64  # width of the layers between LSTM and outputs
     agent_scale: tuple[float, ...] = (1.0,)  # factor of these sizes, one for all or one for each
     lr: float = 1e-2  # Adam learning rate of the agents
-    max_update: float = 1.0  # clip entries of Adam's step to this, before lr (critics' too)
+    max_update: float = 1.0  # clip entries of Adam's step to this, before lr
     gamma: float = 0.997  # discount factor of the agents' q
     trace_lambda: float = 0.95  # trace decay of Retrace
-    ema_decay: float = 0.99  # decay of the moments that normalize advantages (critics' too)
+    ema_decay: float = 0.99  # decay of the moments that normalize advantages
     target_decay: float = 0.9  # decay of the target network
     ent_coef: float = 0.0  # entropy bonus in the agents' own loss
     vf_coef: float = 0.2  # value loss coefficient
@@ -146,10 +152,10 @@ class Config:
 # ---------------------------------------- weights
 def weights_file(meta_net: disco.MetaNetwork) -> bytes:
     """The npz file of a meta-network, in the released format, for `disco.py --weights`."""
-    # The default MetaNetwork() holds the name and the shape of each layer in the released file.
     layers = jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear))
+    places = jax.tree.leaves(disco.name_layers(disco.sizes_of(meta_net)))
     arrays = {}
-    for place, layer in zip(jax.tree.leaves(disco.MetaNetwork()), layers, strict=True):
+    for place, layer in zip(places, layers, strict=True):
         arrays[f"{place.name}/w"] = np.reshape(layer.w, place.shape)
         arrays[f"{place.name}/b"] = layer.b
     file = io.BytesIO()
@@ -226,13 +232,13 @@ def update_critic(agent: AgentState, logits, batch: disco.Transition, config: Co
     advantage of zero.
     """
     squashed, advantage = critic_advantage(agent.critic, logits, batch, config)
-    moments = agent.moments.add(advantage, config.ema_decay)
+    moments = agent.moments.add(advantage, config.critic_ema_decay)
     _, std = moments.mean_and_std()
     goal = squashed[:-1] + advantage / std
 
     loss = lambda params: 0.5 * ((Critic().apply(params, batch.obs[:-1]) - goal) ** 2).mean()
     grads = pmean(jax.grad(loss)(agent.critic))
-    optimizer = make_optimizer(config.critic_lr, config.max_update)
+    optimizer = make_optimizer(config.critic_lr, config.critic_max_update)
     updates, opt_state = optimizer.update(grads, agent.critic_opt_state)
     critic = optax.apply_updates(agent.critic, updates)
     return agent._replace(critic=critic, critic_opt_state=opt_state, moments=moments)
@@ -267,7 +273,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
     # As in the notebook, the moments with this rollout are not kept, and the first steps of
     # episodes count (they do not in disco.mean_losses).
-    mean, std = agent.moments.add(advantage, config.ema_decay).mean_and_std()
+    mean, std = agent.moments.add(advantage, config.critic_ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
     entropy = mean_entropy(output.logits[:-1])
@@ -290,7 +296,7 @@ class Population(NamedTuple):
     evaluate: Callable  # agents -> agents, metrics [P]
 
 
-def make_population(config: Config, i: int) -> Population:
+def make_population(config: Config, i: int, rule_sizes: disco.RuleSizes) -> Population:
     """The population on environment i. Raises ConfigError.
 
     Rollouts are batches [P, K, L, N, ...] and valid [P, valid_steps, N, ...].
@@ -308,7 +314,9 @@ def make_population(config: Config, i: int) -> Population:
     num_devices = jax.device_count()
     envs_per_device = config.num_envs // num_devices  # N
     env_reset, env_step, num_actions = disco.make_env(config)
-    network = disco.Agent(num_actions, config)
+    network = disco.Agent(num_actions, config, rule_sizes.prediction)
+    optimizer = make_optimizer(config.lr, config.max_update)
+    critic_optimizer = make_optimizer(config.critic_lr, config.critic_max_update)
     start_episode = partial(disco.start_episode, env_reset)
     act_all = jax.vmap(partial(disco.act, network, env_step), (None, 0))  # params, runners [N]
 
@@ -320,15 +328,15 @@ def make_population(config: Config, i: int) -> Population:
         params_key, critic_key = jax.random.split(params_key)
         params = network.init(params_key, runners.obs)
         critic = Critic().init(critic_key, runners.obs)
-        meta = disco.start_lifetime()
+        meta = disco.start_lifetime(rule_sizes.lifetime_lstm)
         agent = AgentState(
             key=key,
             params=params,
             target_params=params,
-            opt_state=make_optimizer(config.lr, config.max_update).init(params),
+            opt_state=optimizer.init(params),
             meta=meta,
             critic=critic,
-            critic_opt_state=make_optimizer(config.critic_lr, config.max_update).init(critic),
+            critic_opt_state=critic_optimizer.init(critic),
             moments=meta.moments,  # empty, too
         )
         return agent, runners
@@ -416,9 +424,12 @@ def make_train(config: Config):
         raise ConfigError("env_id must name an environment")
     if not {len(config.env_params), len(config.agent_scale)} <= {1, num_populations}:
         raise ConfigError(f"env_params and agent_scale must have one value or {num_populations}")
-    populations = [make_population(config, i) for i in range(num_populations)]
+    sizes = (config.prediction_size, config.rule_size, config.lifetime_size, config.embedding_size)
+    meta_net = disco.load_weights(config.weights, config.seed, disco.RuleSizes(*sizes))
+    sizes = disco.sizes_of(meta_net)  # of a file, its own
+    populations = [make_population(config, i, sizes) for i in range(num_populations)]
+    meta_net = jax.tree.map(jnp.asarray, meta_net)
     meta_optimizer = optax.adam(config.meta_lr)
-    meta_net = jax.tree.map(jnp.asarray, disco.load_weights(config.weights, config.seed))
 
     def update(state: TrainState, _):
         """One meta step."""

@@ -229,7 +229,7 @@ def dense(weights, name, x):
 
 
 def embed(weights, module, logits):
-    """[..., 600] -> [...]"""
+    """[..., Y] -> [...]"""
     x = relu(dense(weights, f"{module}/~/linear_0", softmax(logits)))
     return dense(weights, f"{module}/~/linear_1", x)[..., 0]
 
@@ -287,11 +287,12 @@ def features(weights, module, online, target, batch, values, moments, policies):
 
 
 def apply_rule(weights, online, target, batch, values, moments, policies, memory):
-    """Returns targets, the mean embedding of the update [16], and what lies between."""
+    """Returns targets, the mean embedding of the update, and what lies between."""
     inputs = (online, target, batch, values, moments, policies)
     steps, actions = features(weights, EMBEDDINGS, *inputs)
     num_steps, size = steps.shape[:2]
-    hidden, cell = np.zeros((2, size, 256))
+    width = len(weights["lstm/linear_1/w"])
+    hidden, cell = np.zeros((2, size, width))
     outputs = []
     for t in reversed(range(num_steps)):
         keep = 1.0 - batch.done[t][:, None]
@@ -301,7 +302,7 @@ def apply_rule(weights, online, target, batch, values, moments, policies, memory
     outputs = np.stack(outputs[::-1])
     modulated = outputs * dense(weights, "lstm/linear", memory)
     summary = dense(weights, "lstm/linear_1", modulated)
-    tiled = np.broadcast_to(modulated[:, :, None], (*actions.shape[:3], 256))
+    tiled = np.broadcast_to(modulated[:, :, None], (*actions.shape[:3], width))
     x = np.concatenate([tiled, actions], -1)
     x = mix_actions(weights, "lstm/sequential_1/conv1_d", x)
     targets = {
@@ -476,13 +477,13 @@ class Critic(NamedTuple):
         """One step from one batch and the policy's logits per device."""
         places = list(zip(logits, batches, strict=True))
         advantages = [self.advantage(*place, config) for place in places]
-        moments = self.moments.add(advantages, config.ema_decay)
+        moments = self.moments.add(advantages, config.critic_ema_decay)
         _, scale = moments.center_and_scale()
         grads = []
         for batch, advantage in zip(batches, advantages, strict=True):
             obs = np.asarray(batch.obs[:-1], float)
             grads.append(self.gradient(obs, -advantage / scale / advantage.size))
-        sizes = (config.critic_lr, config.max_update)
+        sizes = (config.critic_lr, config.critic_max_update)
         return Critic(*self.adam.step(mean_tree(grads), self.layers, *sizes), moments)
 
 
@@ -503,7 +504,7 @@ def meta_loss(weights, agent: Agent, critic: Critic, batches, valid, config, hol
     outputs = [Network(agent.layers, x.obs) for x in valid]
     places = list(zip(outputs, valid, strict=True))
     advantages = hold([critic.advantage(x.logits, batch, config) for x, batch in places])
-    center, scale = critic.moments.add(advantages, config.ema_decay).center_and_scale()
+    center, scale = critic.moments.add(advantages, config.critic_ema_decay).center_and_scale()
     policy_losses, entropies, bonuses = [], [], []
     for (output, batch), advantage in zip(places, advantages, strict=True):
         log_prob = take(log_softmax(output.logits), batch.action)[:-1]

@@ -22,6 +22,7 @@ import disco_reference as reference
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import rlax
 from conftest import ROOT, with_devices
@@ -64,7 +65,7 @@ def synthetic_weights():
     """The arrays of a file like the released one."""
     rs, weights = np.random.RandomState(7), {}
     shapes = {}
-    for layer in jax.tree.leaves(disco.MetaNetwork()):
+    for layer in jax.tree.leaves(disco.name_layers()):
         shapes |= {f"{layer.name}/w": layer.shape, f"{layer.name}/b": layer.shape[-1:]}
     for name in sorted(shapes):
         x = rs.standard_normal(shapes[name])
@@ -293,7 +294,7 @@ def test_gradient_with_respect_to_the_meta_network():
         run = on_devices(jax.value_and_grad(total))
         value, grads = jax.tree.map(np.asarray, run(stack(meta_net), stack(inputs)))
     close(value[0], golden["A/metagrad/value"], DOUBLE)
-    layers = jax.tree.leaves(disco.MetaNetwork())
+    layers = jax.tree.leaves(disco.name_layers())
     names = [f"{layer.name}/{part}" for layer in layers for part in "wb"]
     expected = golden.group("A/metagrad/norm")
     assert sorted(names) == sorted(expected)
@@ -537,7 +538,8 @@ def test_three_updates(source, size):
     inputs = synthetic_updates() if source == "synthetic" else released_updates()
     found, expected = updates_of_disco(inputs, size), updates_of_reference(inputs, size)
     layers = inputs.layers
-    for (state, targets, metrics), (agent, records) in zip(found, expected, strict=True):
+    steps = zip(found, expected, inputs.batches, strict=True)
+    for (state, targets, metrics), (agent, records), batch in steps:
         mean = lambda name, records=records: np.mean([x["losses"][name] for x in records])
         values = [x["values"] for x in records]
         explained = [1 - x["td"].var() / x["returns"].var() for x in values]
@@ -548,6 +550,16 @@ def test_three_updates(source, size):
         scalars["optim/update_norm"] = norm_of(
             jax.tree.map(lambda x, y: x - y, agent.layers, layers)
         )
+        networks = [reference.Network(layers, x.obs) for x in split(batch, size)]
+        ratios = [
+            np.exp(reference.log_softmax(network.logits) - reference.log_softmax(x.logits))
+            for network, x in zip(networks, split(batch, size), strict=True)
+        ]
+        taken = [
+            reference.take(ratio, x.action)[:-1]
+            for ratio, x in zip(ratios, split(batch, size), strict=True)
+        ]
+        scalars["policy/ratio"] = np.minimum(taken, 1).mean()
         layers = agent.layers
         scalars["optim/grad_norm"] = norm_of(records[0]["grads"])
         assert metrics.keys() == scalars.keys()
@@ -722,6 +734,47 @@ def test_an_abandoned_action_is_not_pushed_further(rule):
     assert abs(advantage[1]) < 1e-6 < abs(others).min()
     if rule == "actor_critic":
         close(others, np.array([1.0, 4.0, 8.0]), LOOSE)
+
+
+@pytest.mark.parametrize("normalize_advantages", [False, True])
+@pytest.mark.parametrize("normalize_errors", [False, True])
+def test_a_plain_number_as_value(normalize_errors, normalize_advantages):
+    """The losses and the gradient of the first update, in closed form from rlax's V-trace."""
+    switches = {"normalize_errors": normalize_errors, "normalize_advantages": normalize_advantages}
+    sizes = SIZES | {"hidden_sizes": (8,)}
+    config = disco.Config(rule="actor_critic", scalar_value=True, lr=1.0, **switches, **sizes)
+    network, optimizer = disco.Agent(3, config), optax.sgd(1.0)
+    rng = np.random.default_rng(0)
+    params = network.init(jax.random.key(0), jnp.ones(2))
+    batch = transitions(
+        obs=rng.normal(size=(5, 2, 2)),
+        action=rng.integers(0, 3, (5, 2)),
+        logits=rng.normal(size=(5, 2, 3)),
+        reward=rng.normal(size=(5, 2)),
+        done=rng.random((5, 2)) < 0.3,
+        reset=np.zeros((5, 2), bool),
+    )
+    state = Learner(params, params, optimizer.init(params), lifetime())
+    learn = lambda state: disco.learn(None, state, batch, network, optimizer, config)
+    after, _, metrics = jax.tree.map(lambda x: x[0], on_devices(learn)(stack(state)))
+
+    output = network.apply(params, batch.obs)
+    value = np.asarray(output.value[..., 0], float)
+    log_policy = reference.log_softmax(np.asarray(output.logits, float))
+    log_prob = reference.take(log_policy, batch.action)[:-1]
+    log_ratio = log_prob - reference.take(reference.log_softmax(batch.logits), batch.action)[:-1]
+    gamma = config.gamma * (1.0 - batch.done[:-1])
+    vtrace = functools.partial(rlax.vtrace_td_error_and_advantage, lambda_=config.trace_lambda)
+    inputs = (value[:-1], value[1:], batch.reward[:-1], gamma, np.exp(log_ratio))
+    error = np.asarray(jax.vmap(vtrace, 1, 1)(*inputs).errors)
+    advantage = (error - error.mean()) / error.std() if normalize_advantages else error
+    goal = error / error.std() if normalize_errors else error
+    close(metrics["loss/policy"], -(advantage * log_prob).mean(), LOOSE)
+    close(metrics["loss/value"], 0.5 * (goal**2).mean(), LOOSE)
+    close(metrics["value/td"], abs(error).mean(), LOOSE)
+    # The value's bias moves by the mean error, times the coefficient.
+    moved = after.params["params"]["value"]["bias"][0]
+    close(moved, config.vf_coef * goal.mean(), LOOSE)
 
 
 def test_policy_gradient_has_no_critic():
@@ -966,7 +1019,7 @@ def test_random_weights_are_truncated_and_scaled():
     meta_net = disco.random_weights(0)
     for layer, released in zip(
         jax.tree.leaves(meta_net, is_leaf=lambda x: isinstance(x, disco.Linear)),
-        jax.tree.leaves(disco.MetaNetwork()),
+        jax.tree.leaves(disco.name_layers()),
         strict=True,
     ):
         stddev = released.stddev or released.shape[-2] ** -0.5
@@ -974,7 +1027,7 @@ def test_random_weights_are_truncated_and_scaled():
         assert abs(layer.w).max() <= 2 * stddev
         if layer.w.size > 1000:
             assert abs(layer.w.std() / stddev - 0.88) < 0.03
-    stddevs = {released.stddev for released in disco.MetaNetwork() if hasattr(released, "stddev")}
+    stddevs = {released.stddev for released in disco.name_layers() if hasattr(released, "stddev")}
     assert stddevs == {None, 0.3, 1.0}
 
 

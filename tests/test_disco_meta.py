@@ -167,11 +167,12 @@ with open(sys.argv[2], "wb") as file:
 """
 
 
-def some_agent(rng, config, num_actions, scale):
+def some_agent(rng, config, rule_sizes, num_actions, scale):
     """With some lifetime behind it: AgentState, and Agent and Critic of the reference."""
     sizes = {"hidden_sizes": (8 * scale, 8 * scale), "model_size": 4 * scale}
     sizes |= {"branch_size": 4 * scale}
-    network = disco.Agent(num_actions, dataclasses.replace(config, **sizes))
+    config = dataclasses.replace(config, **sizes)
+    network = disco.Agent(num_actions, config, rule_sizes.prediction)
     obs = jnp.zeros(9)
     shapes = jax.eval_shape(lambda key: network.init(key, obs), KEYS[0])["params"]
     critic_shapes = jax.eval_shape(lambda key: disco_meta.Critic().init(key, obs), KEYS[0])
@@ -197,8 +198,8 @@ def some_agent(rng, config, num_actions, scale):
         target_layers=target_layers,
         adam=adam,
         moments=reference.Moments(0.05, 0.2, 0.9),
-        hidden=rng.normal(size=128),
-        cell=rng.normal(size=128),
+        hidden=rng.normal(size=rule_sizes.lifetime_lstm),
+        cell=rng.normal(size=rule_sizes.lifetime_lstm),
     )
     critic = reference.Critic(*layers(critic_shapes["params"]), reference.Moments(0.1, 0.3, 0.9))
     moments = lambda x: disco.Moments(np.array(x[:2]), np.array(x.decay_product))
@@ -215,8 +216,11 @@ def some_agent(rng, config, num_actions, scale):
     return state, agent, critic
 
 
-@pytest.mark.parametrize("num_actions", [(3,), (3, 4)])
-def test_the_meta_gradient_is_that_of_finite_differences(num_actions, tmp_path):
+@pytest.mark.parametrize(
+    ("num_actions", "rule_sizes"),
+    [((3,), disco.DISCO103_SIZES), ((3, 4), disco.RuleSizes(9, 7, 6, 5))],
+)
+def test_the_meta_gradient_is_that_of_finite_differences(num_actions, rule_sizes, tmp_path):
     """A meta step of two agents on two devices in float64, against NumPy.
 
     They play on one environment, or each on its own with a size of its own. From the second inner
@@ -224,20 +228,24 @@ def test_the_meta_gradient_is_that_of_finite_differences(num_actions, tmp_path):
     so does the target network.
     """
     rng = np.random.default_rng(0)
-    weights = dict(np.load(io.BytesIO(disco_meta.weights_file(disco.random_weights(0)))))
+    file = disco_meta.weights_file(disco.random_weights(0, rule_sizes))
+    weights = dict(np.load(io.BytesIO(file)))
     # Biases above zero: no layer is silent behind its ReLU.
     weights |= {k: rng.uniform(0, 1, x.shape) for k, x in weights.items() if k.endswith("/b")}
     weights = {name: x.astype(np.float32).astype(float) for name, x in weights.items()}
     np.savez(tmp_path / "weights.npz", **weights)
     sizes = {"inner_updates": 3, "num_envs": 4, "lifetime": 0, "num_meta_steps": 1, "num_evals": 1}
     options = {"lr": 0.02, "max_update": 0.4, "ent_coef": 0.01, "critic_lr": 0.05}
+    options |= {"critic_max_update": 0.3, "critic_ema_decay": 0.8}
     coefs = {"policy_coef": 1.5, "y_coef": 0.5, "z_coef": 2.0, "aux_coef": 0.7, "vf_coef": 0.3}
     scales = (1, 2)[: len(num_actions)]  # of the agents' sizes
     populations = {"env_id": tuple(map(str, num_actions)), "agent_scale": tuple(map(float, scales))}
     options |= populations | {"num_agents": 2 // len(num_actions)}
     config = small(**sizes, **options, **coefs, weights=str(tmp_path / "weights.npz"))
     places = list(zip(num_actions, scales, strict=True)) * config.num_agents  # of both agents
-    states, *others = zip(*[some_agent(rng, config, *place) for place in places], strict=True)
+    states, *others = zip(
+        *[some_agent(rng, config, rule_sizes, *place) for place in places], strict=True
+    )
     join = lambda *x: np.stack(x)
     agents = [jax.tree.map(join, *states[i :: len(num_actions)]) for i in range(len(num_actions))]
     rollouts, played = {}, []
@@ -295,15 +303,14 @@ def test_the_meta_gradient_is_that_of_finite_differences(num_actions, tmp_path):
             ends.append(np.mean([loss for loss, *_ in meta_losses(moved)]))
         return (ends[0] - ends[1]) / 2e-6
 
-    places = jax.tree.leaves(disco.MetaNetwork())
+    places = jax.tree.leaves(disco.name_layers())
     names = [f"{place.name}/{part}" for place in places for part in "wb"]
     leaves = zip(names, jax.tree.leaves(grads), strict=True)
     grads = {name: x.reshape(2, *weights[name].shape) for name, x in leaves}
     for name, x in grads.items():
         np.testing.assert_array_equal(x[0], x[1], err_msg=name)
     each = [[f"{place.name}/w", f"{place.name}/b"] for place in places]
-    # Along a direction of each layer, and of all.
-    for moving in [*each, names] if len(num_actions) == 1 else [names]:
+    for moving in [*each, names]:  # along a direction of each layer, and of all
         direction = {name: rng.normal(size=weights[name].shape) for name in moving}
         found = sum((grads[name][0] * x).sum() for name, x in direction.items())
         expected = slope(direction)
@@ -512,6 +519,25 @@ def test_a_wrong_input_is_an_error_before_compiling(words, message, monkeypatch,
     code, _, err = run(disco_meta, *flags(small(num_meta_steps=3)), *words)
     assert code == 2 and message in err and err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rule_of_another_size_is_found_in_its_file(tmp_path):
+    """Traced only."""
+    sizes = {"prediction_size": 9, "rule_size": 7, "lifetime_size": 6, "embedding_size": 5}
+    init, _ = MAKE_TRAIN(small(**sizes))
+    meta_net = jax.tree.map(lambda x: np.asarray(x[0]), init(KEYS).meta_net)
+    assert disco.sizes_of(meta_net) == (9, 7, 6, 5) == tuple(sizes.values())
+    path = tmp_path / "weights.npz"
+    path.write_bytes(disco_meta.weights_file(meta_net))
+    jax.tree.map(np.testing.assert_array_equal, disco.load_weights(str(path)), meta_net)
+    agent = {"hidden_sizes": (8,), "model_size": 4, "branch_size": 4, "env_id": "Catch-3x3"}
+    config = disco.Config(weights=str(path), total_timesteps=5800, **agent)
+    init, train, *_ = disco.make_train(config)
+    state, _ = jax.eval_shape(train, jax.eval_shape(init, KEYS))
+    assert state.params["params"]["y"]["bias"].shape == (1, 1, 9)
+    assert state.meta.hidden.shape == (1, 1, 6)
+    init, _ = MAKE_TRAIN(small(weights=str(path)))  # whatever the options say
+    assert jax.eval_shape(init, KEYS).agents[0].meta.hidden.shape == (1, 2, 6)
 
 
 def test_it_starts_from_given_and_from_random_weights(tmp_path):
