@@ -40,8 +40,8 @@ HOUSE_STYLE = {
 # another type, eval/length, value clipping, the list of environments, where to find others, metrics
 # of the environment, an example in the help, and comments that readers asked for; in ppo_ff and
 # ppo_drift, masks of legal actions; in ppo_rnn and ppo_meta, a loader that runs no code,
-# and layers of GRUs; in disco and disco_meta, a coefficient for each loss, diagnostics, and rules of
-# any size; in disco, a plain value and normalized errors; in disco_meta, several environments.
+# and layers of GRUs; in disco and disco_meta, a coefficient for each loss, diagnostics, and rules
+# of any size; in disco, a plain value and normalized errors; in disco_meta, several environments.
 OVERRUN = {
     "ppo_ff": (4_900, 95),
     "ppo_drift": (5_800, 110),
