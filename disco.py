@@ -122,7 +122,7 @@ class Config:
     aux_coef: float = 1.0  # coefficient of the loss of the predicted next policy
     scalar_value: bool = False  # actor_critic: a plain number as value, trained by squared error
     normalize_advantages: bool = False  # actor_critic: by their moving mean and standard deviation
-    normalize_errors: bool = False  # actor_critic with scalar_value: the value's errors, likewise
+    normalize_errors: bool = False  # with scalar_value: divide its errors by their moving std
     # Run
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
@@ -249,7 +249,7 @@ class Agent(nn.Module):
         config = self.config
         x = obs
         for i, size in enumerate(config.hidden_sizes):
-            x = nn.relu(x) if i else x  # the last layer is linear, as in the authors' code
+            x = nn.relu(x) if i else x  # the last is linear, as in the authors' code
             x = dense(size, f"torso_{i}")(x)
         logits = dense(self.num_actions, "logits", 1e-2)(x)
         if config.rule == "policy_gradient":
@@ -350,6 +350,7 @@ DISCO103_SIZES = RuleSizes()
 def name_layers(sizes: RuleSizes = DISCO103_SIZES) -> MetaNetwork:
     """A Placeholder for each layer."""
     prediction, lstm, lifetime_lstm, embedding = sizes
+    inputs, policy_inputs = 2 * 9, 2 * (lstm + 2)  # of an action, and the mean over the actions
 
     def embeddings(module):
         return Embeddings(
@@ -357,12 +358,11 @@ def name_layers(sizes: RuleSizes = DISCO103_SIZES) -> MetaNetwork:
             y_output=Placeholder(f"{module}/mlp/~/linear_1", (embedding, 1)),
             z_hidden=Placeholder(f"{module}/mlp_1/~/linear_0", (prediction, embedding)),
             z_output=Placeholder(f"{module}/mlp_1/~/linear_1", (embedding, 1)),
-            action_hidden=Placeholder(f"{module}/sequential/conv1_d", (1, 2 * 9, embedding)),
+            action_hidden=Placeholder(f"{module}/sequential/conv1_d", (1, inputs, embedding)),
             action_output=Placeholder(f"{module}/sequential/conv1_d_1", (1, 2 * embedding, 2)),
         )
 
     unroll = "lstm/~/meta_lstm/~unroll"
-    policy_inputs = 2 * (lstm + 2)  # of an action, and the mean over the actions
     return MetaNetwork(
         embeddings=embeddings("lstm"),
         lifetime_embeddings=embeddings(unroll),
@@ -603,7 +603,7 @@ class Moments(NamedTuple):
 class MetaState(NamedTuple):
     """Memory of the update rule over the lifetime of an agent."""
 
-    moments: Moments  # of the advantage
+    moments: Moments  # of the advantage, or in policy_gradient of the return
     hidden: jax.Array  # [M] of the lifetime LSTM
     cell: jax.Array  # [M]
 
@@ -714,8 +714,8 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
     # The lifetime state takes effect at the next update.
     step_features, _ = make_features(meta_net.lifetime_embeddings, *inputs)
     x = embed_update(meta_net, step_features, hidden, targets.y)
-    hidden, cell = lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)
-    return targets, values, meta._replace(moments=moments, hidden=hidden, cell=cell)
+    lifetime_hidden, cell = lstm_cell(meta_net.lifetime_lstm, x, meta.hidden, meta.cell)
+    return targets, values, MetaState(moments, lifetime_hidden, cell)
 
 
 def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, config):
@@ -734,7 +734,7 @@ def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, confi
     weighted_return, _ = vtrace(*steps, no_value, ratio, config.gamma, trace_lambda=1.0)
     meta = meta._replace(moments=meta.moments.add(weighted_return, config.ema_decay))
     mean, std = meta.moments.mean_and_std()
-    # The mean return, a control variate, carries the same ratio as the return.
+    # The mean return is a baseline: off-policy, it needs the ratio as well.
     return (weighted_return - ratio * mean) / std, weighted_return, meta
 
 
@@ -771,7 +771,7 @@ def mean_losses(losses: dict, output: AgentOutput, batch: Transition, config: Co
     losses = losses | {"policy/entropy": distrax.Categorical(output.logits[:-1]).entropy()}
     mask = ~batch.reset[:-1]  # see the docstring of this file
     metrics = {name: (x * mask).sum() / (mask.sum() + 1e-8) for name, x in losses.items()}
-    coefs = {  # other metrics are no losses
+    coefs = {  # the other metrics are not part of the loss
         "loss/policy": config.policy_coef,
         "loss/y": config.y_coef,
         "loss/z": config.z_coef,
@@ -847,10 +847,11 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     else:
         targets = None
         advantage, value_target, meta = baseline_rule(online, batch, state.meta, config)
-        td, goals = advantage, (advantage, value_target)
-        if config.rule == "actor_critic":  # td is target - value
-            goals = normalize_targets(*goals, meta.moments, config)
-        loss = lambda output: baseline_loss(output, *goals, batch, config)
+        td = advantage  # of actor_critic: target - value, before they are normalized
+        targets_of_loss = (advantage, value_target)
+        if config.rule == "actor_critic":
+            targets_of_loss = normalize_targets(*targets_of_loss, meta.moments, config)
+        loss = lambda output: baseline_loss(output, *targets_of_loss, batch, config)
 
     # Only the outputs of the actions taken: an update takes 30% less time.
     loss_of = lambda params: loss(network.apply(params, batch.obs, batch.action))
@@ -886,7 +887,7 @@ def make_train(config: Config):
     init_seed(key) and train_seed(state) do the work of one device for one seed. They need an axis
     "devices" of size D: jax.pmap(jax.vmap(train_seed), "devices").
     """
-    # As many devices as divide all these sizes, equally many of each process.
+    # The most devices that divide all these sizes, with the same number from each process.
     sizes = (config.num_envs, config.replay_size, config.replay_batch)
     devices = np.reshape(jax.devices(), (jax.process_count(), -1))
     while devices.size and math.gcd(*sizes) % devices.size:
@@ -1207,7 +1208,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON has no tuples.
+            # A tuple, as an option of yours may be, is a JSON list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

@@ -1,8 +1,8 @@
 """Meta-training of an update rule for reinforcement learning: the method behind Disco103.
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
-population of agents on each environment learns from the meta-network's targets (disco.py), which
-follows the gradient of the updated agents' returns, back through their updates. One meta step:
+population of agents on each environment learns from a meta-network's targets (disco.py). It follows
+the gradient of the updated agents' returns, back through their updates. One meta step:
 
     rollouts     each agent plays K rollouts and one for validation, before any update
     updates      K times: one step of the agent (disco.learn) and one of its critic
@@ -92,7 +92,7 @@ class Config:
     valid_steps: int = 17  # rollout length for validation
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
     prediction_size: int = 600  # of a random meta-network: length of the predictions y and z
-    rule_size: int = 256  # of a random meta-network: LSTM
+    rule_size: int = 256  # of a random meta-network: LSTM over the steps of a rollout
     lifetime_size: int = 128  # of a random meta-network: LSTM over the updates of an agent
     embedding_size: int = 16  # of a random meta-network: layers before and after the LSTMs
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
@@ -132,7 +132,7 @@ class Config:
 
     @property
     def num_seeds(self) -> int:
-        """Rows of metrics.csv per meta step, one for each agent."""
+        """All agents. In metrics.csv and in plot.py, each counts as a seed."""
         return len(self.env_id) * self.num_agents
 
     @property
@@ -142,10 +142,12 @@ class Config:
 
     @property
     def updates_per_eval(self) -> int:
+        """Meta steps per evaluation."""
         return max(1, round(self.num_meta_steps / self.num_evals))
 
     @property
     def num_updates(self) -> int:
+        """Meta steps."""
         return self.updates_per_eval * self.num_evals
 
 
@@ -171,7 +173,7 @@ class Critic(nn.Module):
     def __call__(self, obs: jax.Array) -> jax.Array:
         """obs [..., F] -> squashed value [...]"""
         x = nn.relu(disco.dense(256, "torso_0")(obs))
-        x = disco.dense(256, "torso_1")(x)
+        x = disco.dense(256, "torso_1")(x)  # linear, as in disco.Agent
         return disco.dense(1, "value", 1e-2)(x).squeeze(-1)
 
 
@@ -203,7 +205,7 @@ class AgentState(NamedTuple):
 
 
 def make_optimizer(lr: float, max_update: float) -> optax.GradientTransformation:
-    """As in disco.py, but to the meta-gradient Adam's denominator is a constant (notebook)."""
+    """As in disco.py, but Adam's denominator has no meta-gradient, as in the notebook."""
     adam = optax.scale_by_adam()
 
     def scale(grads, state, params=None):
@@ -272,7 +274,7 @@ def meta_loss(meta_net, agent: AgentState, batches, valid, network, config: Conf
     output = network.apply(agent.params, valid.obs, valid.action)
     _, advantage = critic_advantage(agent.critic, output.logits, valid, config)
     # As in the notebook, the moments with this rollout are not kept, and the first steps of
-    # episodes count (they do not in disco.mean_losses).
+    # episodes are not masked (disco.mean_losses masks them).
     mean, std = agent.moments.add(advantage, config.critic_ema_decay).mean_and_std()
     log_prob = disco.select_action(nn.log_softmax(output.logits[:-1]), valid.action[:-1])
     policy_loss = -(log_prob * (advantage - mean) / std).mean()
@@ -426,25 +428,26 @@ def make_train(config: Config):
         raise ConfigError(f"env_params and agent_scale must have one value or {num_populations}")
     sizes = (config.prediction_size, config.rule_size, config.lifetime_size, config.embedding_size)
     meta_net = disco.load_weights(config.weights, config.seed, disco.RuleSizes(*sizes))
-    sizes = disco.sizes_of(meta_net)  # of a file, its own
-    populations = [make_population(config, i, sizes) for i in range(num_populations)]
+    rule_sizes = disco.sizes_of(meta_net)  # a file has its own, whatever the options say
+    populations = [make_population(config, i, rule_sizes) for i in range(num_populations)]
     meta_net = jax.tree.map(jnp.asarray, meta_net)
     meta_optimizer = optax.adam(config.meta_lr)
 
     def update(state: TrainState, _):
         """One meta step."""
-        play = lambda population, *runners: population.play(*runners, state.updates_done)
+        play = lambda population, *agents: population.play(*agents, state.updates_done)
         played = map(play, populations, state.agents, state.runners)
         agents, runners, batches, valid = zip(*played, strict=True)
 
         def mean_loss(meta_net):
-            loss = lambda population, *rollouts: population.loss(meta_net, *rollouts)
+            loss = lambda population, *inputs: population.loss(meta_net, *inputs)
             losses, outcomes = zip(*map(loss, populations, agents, batches, valid), strict=True)
             return jnp.concatenate(losses).mean(), outcomes
 
         grads, outcomes = jax.grad(mean_loss, has_aux=True)(state.meta_net)
         agents, metrics = zip(*outcomes, strict=True)
-        # pmean is exact here: pmap also differentiates the pmeans inside.
+        # Inside pmap, a pmean is the transpose of a pmean: each device has the gradient of all
+        # devices' summed losses with respect to its own copy of meta_net.
         grads, metrics = pmean((grads, concatenate(metrics)))
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
         metrics["meta/grad_norm"] = jnp.full(config.num_seeds, optax.tree.norm(grads))
@@ -539,7 +542,7 @@ def main(config: Config) -> dict:
         write(run_dir / source.name, source.read_bytes())
     call_steps = config.updates_per_eval * config.batch_size * config.num_seeds
     first_device = lambda tree: jax.tree.map(lambda x: x[0], tree)  # the same on all devices
-    # Of each environment.
+    # For each environment, the mean over its agents.
     mean_returns = lambda state: state.eval_return[0].reshape(len(config.env_id), -1).mean(axis=1)
     show_returns = lambda state: "return " + " ".join(f"{x:.4g}" for x in mean_returns(state))
     style = {"unit": " steps", "unit_scale": True, "ncols": 80}
@@ -589,7 +592,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON has no tuples.
+            # A tuple, as an option of yours may be, is a JSON list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

@@ -169,6 +169,7 @@ class Rings:
         distance = (state["distance"] - move * (state["distance"] > 0)) % (3 + k)
         state = {"distance": distance, "step": state["step"] + 1}
         arrived = distance == 0
+        # An agent that has arrived is not active any more: make_env pays it only once.
         reward = dict(zip(self.agents, jnp.where(arrived, 1.0, -0.2), strict=True))
         done = dict(zip(self.agents, arrived, strict=True))
         done["__all__"] = arrived.all() | (state["step"] >= 8)
@@ -895,7 +896,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON has no tuples.
+            # A tuple, as an option of yours may be, is a JSON list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

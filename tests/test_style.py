@@ -51,10 +51,10 @@ OVERRUN = {
     "ppo_meta": (6_500, 115),
     "ppo_vtrace": (5_100, 100),
     "ippo": (7_200, 115),
-    "ippo_rnn": (7_300, 100),
-    "mappo": (4_700, 55),
-    "disco": (10_500, 226),
-    "disco_meta": (9_100, 152),
+    "ippo_rnn": (7_400, 101),
+    "mappo": (4_800, 55),
+    "disco": (10_800, 231),
+    "disco_meta": (9_400, 154),
 }
 BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
 README = (ROOT / "README.md").read_text()
@@ -66,7 +66,7 @@ DIFFS = {  # parent, child: lines removed and added; in brackets, what HOUSE_STY
     ("ppo_ff", "ppo_rnn"): 341,  # (250) the loader that runs no code, the pass at time limits
     ("ppo_rnn", "ppo_meta"): 235,  # (200) no pass at time limits, and the network's second input
     ("ppo_obs_norm", "ppo_vtrace"): 327,  # (300) comments that readers asked for
-    ("ppo_ff", "ippo"): 459,  # (380) comments that readers asked for
+    ("ppo_ff", "ippo"): 460,  # (380) comments that readers asked for
     ("ippo", "ippo_rnn"): 195,
     ("ippo_rnn", "mappo"): 87,
 }
