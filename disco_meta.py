@@ -521,9 +521,11 @@ def main(config: Config) -> dict:
     # Rounded, since num_meta_steps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
-        print(f"{run_dir} is already finished; raise --num-meta-steps to continue it")
+        more = config.updates_per_eval
+        print(f"{run_dir} is already finished; raise --num-meta-steps by {more:,} to continue it")
         return json.loads(summary_path.read_text())
-    print(f"{run_dir}: {config.num_updates:,} meta steps, compiling ...", end=" ", flush=True)
+    steps = updates_done + calls_left * config.updates_per_eval
+    print(f"{run_dir}: {steps:,} meta steps, compiling ...", end=" ", flush=True)
     compile_start = time.perf_counter()
     train = train.lower(state).compile()
     print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)

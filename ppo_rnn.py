@@ -765,12 +765,13 @@ def main(config: Config) -> dict:
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
-        print(f"{run_dir} is already finished; raise --total-timesteps to continue it")
+        more = config.updates_per_eval * config.batch_size
+        print(f"{run_dir} is already finished; raise --total-timesteps by {more:,} to continue it")
         return json.loads(summary_path.read_text())
     options = {"script": SCRIPT, **vars(config)}
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
-        steps = config.num_updates * config.batch_size
+        steps = (updates_done + calls_left * config.updates_per_eval) * config.batch_size
         print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
@@ -831,7 +832,8 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        print(f"to watch: enjoy {run_dir} --video {run_dir / 'video.gif'}")
+        video = f" --video {run_dir / 'video.gif'}" if len(SOURCES) < 2 else ""
+        print(f"to watch: enjoy {run_dir}{video}")  # files in environments/ have no pictures
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # the scripts of this clone
 COMMAND = ["python", *sys.argv]  # printed on Ctrl-C; the script's `main` adds the run folder
 
 

@@ -21,7 +21,7 @@ ALL = (*SCRIPTS, "disco_meta")
 # house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
 # tracking that loses no point, seeds that diverge, options with several values, and environment
 # states of any class.
-RUN_PART = (11_800, 220)
+RUN_PART = (12_010, 222)
 HOUSE_STYLE = {
     "ppo_ff": (17_500, 415),
     "ppo_drift": (19_500, 465),
@@ -54,7 +54,7 @@ OVERRUN = {
     "ippo_rnn": (7_400, 101),
     "mappo": (4_800, 55),
     "disco": (10_800, 231),
-    "disco_meta": (9_400, 154),
+    "disco_meta": (9_500, 156),
 }
 BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
 README = (ROOT / "README.md").read_text()
