@@ -521,8 +521,7 @@ def main(config: Config) -> dict:
     # Rounded, since num_meta_steps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
-        more = config.updates_per_eval
-        print(f"{run_dir} is already finished; raise --num-meta-steps by {more:,} to continue it")
+        print(f"{run_dir} has finished {updates_done:,} meta steps; raise --num-meta-steps")
         return json.loads(summary_path.read_text())
     steps = updates_done + calls_left * config.updates_per_eval
     print(f"{run_dir}: {steps:,} meta steps, compiling ...", end=" ", flush=True)
@@ -594,7 +593,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # A tuple, as an option of yours may be, is a JSON list.
+            # JSON stores a tuple, should you add one, as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

@@ -258,7 +258,7 @@ def make_env(config: Config):
     environment: `obs` is then the first observation of the next episode. Episodes must end, or
     evaluations never do. Continuous actions are samples of a Gaussian: `step` clips them, here to
     [-1, 1], and rescales them. `step` may return a seventh value: scalars by name, logged as
-    env/<name> where an episode ends. `names` are the agents', in K's order. Raises ConfigError.
+    env/<name> where an episode ends. `names` are in the order of K. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -430,7 +430,7 @@ class Transition(NamedTuple):
     done: jax.Array  # terminated, truncated or not active
     next_obs: Any  # the observation that the action led to; None in rollouts
     episode_return: jax.Array  # up to and including this step
-    episode_length: jax.Array  # of the episode, the same for all agents
+    episode_length: jax.Array  # so far, the same for all agents
     info: dict = {}  # scalars of the environment, logged at the end of an episode
 
 
@@ -551,7 +551,7 @@ def make_train(config: Config):
     apply_agents = network.apply if config.share_parameters else apply_each
 
     def apply_once(params, obs, hidden, reset):
-        """All agents on sequences of one step; reset has no axis K. A policy is a tree, too."""
+        """All agents on sequences of one step; reset has no axis K. Policies are trees."""
         reset = jnp.broadcast_to(reset[..., None], obs.active.shape)  # [..., K]
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], apply_agents(params, obs, hidden, reset))
@@ -612,9 +612,9 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # The value of the final observation, with the memory of its episode. The pass is for
-            # all N, but skipped in steps without a truncation. (With several seeds, vmap turns cond
-            # into both branches.)
+            # The value of the final observation, with the memory of its episode. This pass
+            # covers all N, but is skipped in steps without a truncation. (With several seeds, vmap
+            # turns cond into both branches.)
             truncated = transition.done & transition.next_obs.active
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(runners.done))
             skip = lambda *_: transition.value  # read only where not active: 0 there
@@ -657,7 +657,7 @@ def make_train(config: Config):
                 updates, new_state = optimizer.update(grads["params"][part], opt_state[part])
                 updates = optax.tree.scale(-lr[part], updates)
                 new = (optax.apply_updates(parts[part], updates), new_state)
-                # Where a part has stopped, neither its weights nor its moments change.
+                # Where a part has stopped, neither its weights nor its Adam state change.
                 parts[part], opt_state[part] = optax.tree.where(learns[part], new, old)
             return ({"params": parts}, opt_state, learns), metrics
 
@@ -812,7 +812,9 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
+        raise ConfigError(
+            f"{path} does not fit: check env_id, sizes, seeds, devices and JAX_ENABLE_X64"
+        )
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -901,8 +903,8 @@ def main(config: Config) -> dict:
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
-        more = config.updates_per_eval * config.batch_size
-        print(f"{run_dir} is already finished; raise --total-timesteps by {more:,} to continue it")
+        steps = updates_done * config.batch_size
+        print(f"{run_dir} has finished {steps:,} steps; raise --total-timesteps to continue it")
         return json.loads(summary_path.read_text())
     options = {"script": SCRIPT, **vars(config)}
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
@@ -968,8 +970,9 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        video = f" --video {run_dir / 'video.gif'}" if len(SOURCES) < 2 else ""
-        print(f"to watch: enjoy {run_dir}{video}")  # files in environments/ have no pictures
+        draws = len(SOURCES) < 2  # files in environments/ have no pictures
+        video = f" --video {run_dir / 'video.gif'}" if draws else ""
+        print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()
@@ -985,7 +988,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # A tuple, as an option of yours may be, is a JSON list.
+            # JSON stores a tuple, should you add one, as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

@@ -190,8 +190,8 @@ def make_env(config: Config):
     reset(key) -> obs, env_state
     step(key, env_state, action) -> obs, env_state, reward, terminated, truncated, next_obs
 
-    Both handle a single environment. `obs` is an Observation; if yours differ, replace that class
-    and the first layers of ActorCritic, too. `next_obs` is the observation that the action led to.
+    Both handle a single environment. `obs` is an Observation; for others, replace that class and
+    the first layers of ActorCritic, too. `next_obs` is the observation that the action led to.
     When an episode ends, `step` resets the environment: `obs` is then the first observation of the
     next episode, and `next_obs` the final one of the episode that ended. Episodes must end, or
     evaluations never do. A seventh output of `step` is optional: a dictionary of scalars, logged as
@@ -214,7 +214,7 @@ def make_env(config: Config):
                 raise TypeError(f"{name} must be of type {type(value).__name__}")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"env_params: {error}; the defaults are {default}") from None
-    sample_task = lambda key: params  # params as they are when it is called
+    sample_task = lambda key: params  # reads params late: a ruleset may be set below
     if hasattr(params, "ruleset"):  # XLand environments have one, those of MiniGrid do not
         benchmark = load_benchmark(config.benchmark_id)
         if config.ruleset_id >= benchmark.num_rulesets():
@@ -520,9 +520,9 @@ def make_train(config: Config):
 
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
-            # The value of the final observation, with the memory of its episode. The pass is for
-            # all N, but skipped in steps without a truncation: in every step, it would take a sixth
-            # of the time. (With several seeds, vmap turns cond into both branches.)
+            # The value of the final observation, with the memory of its episode. This pass covers
+            # all N, but is skipped in steps without a truncation: done in every step, it would take
+            # a sixth of the time. (With several seeds, vmap turns cond into both branches.)
             truncated = transition.done & ~transition.terminated
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
             skip = lambda *_: transition.value  # a placeholder
@@ -676,7 +676,9 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
+        raise ConfigError(
+            f"{path} does not fit: check env_id, sizes, seeds, devices and JAX_ENABLE_X64"
+        )
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -765,8 +767,8 @@ def main(config: Config) -> dict:
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
-        more = config.updates_per_eval * config.batch_size
-        print(f"{run_dir} is already finished; raise --total-timesteps by {more:,} to continue it")
+        steps = updates_done * config.batch_size
+        print(f"{run_dir} has finished {steps:,} steps; raise --total-timesteps to continue it")
         return json.loads(summary_path.read_text())
     options = {"script": SCRIPT, **vars(config)}
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
@@ -832,8 +834,9 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        video = f" --video {run_dir / 'video.gif'}" if len(SOURCES) < 2 else ""
-        print(f"to watch: enjoy {run_dir}{video}")  # files in environments/ have no pictures
+        draws = len(SOURCES) < 2  # files in environments/ have no pictures
+        video = f" --video {run_dir / 'video.gif'}" if draws else ""
+        print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()
@@ -849,7 +852,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # A tuple, as an option of yours may be, is a JSON list.
+            # JSON stores a tuple, should you add one, as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

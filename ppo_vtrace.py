@@ -747,7 +747,9 @@ def restore(fresh: TrainState, config: Config, run_dir: Path) -> TrainState:
         raise ConfigError(f"cannot load {path}: {error}") from None
     describe = lambda x: (x.shape, x.dtype)
     if jax.tree.map(describe, state) != jax.tree.map(describe, fresh):
-        raise ConfigError(f"{path} does not fit: check env_id, sizes, seeds, devices and precision")
+        raise ConfigError(
+            f"{path} does not fit: check env_id, sizes, seeds, devices and JAX_ENABLE_X64"
+        )
     return state._replace(runners=structure.unflatten(state.runners))
 
 
@@ -836,8 +838,8 @@ def main(config: Config) -> dict:
     # Rounded, since total_timesteps and num_evals may have changed since the checkpoint.
     calls_left = max(0, round((config.num_updates - updates_done) / config.updates_per_eval))
     if calls_left == 0 and summary_path.exists():
-        more = config.updates_per_eval * config.batch_size
-        print(f"{run_dir} is already finished; raise --total-timesteps by {more:,} to continue it")
+        steps = updates_done * config.batch_size
+        print(f"{run_dir} has finished {steps:,} steps; raise --total-timesteps to continue it")
         return json.loads(summary_path.read_text())
     options = {"script": SCRIPT, **vars(config)}
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
@@ -903,8 +905,9 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        video = f" --video {run_dir / 'video.gif'}" if len(SOURCES) < 2 else ""
-        print(f"to watch: enjoy {run_dir}{video}")  # files in environments/ have no pictures
+        draws = len(SOURCES) < 2  # files in environments/ have no pictures
+        video = f" --video {run_dir / 'video.gif'}" if draws else ""
+        print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
         wandb_run.summary.update(summary)
         wandb_run.finish()
@@ -920,7 +923,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # A tuple, as an option of yours may be, is a JSON list.
+            # JSON stores a tuple, should you add one, as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

@@ -1,7 +1,7 @@
 """Draw docs/disco_catch.png and docs/disco_meta.png from run folders.
 
 python benchmarks/disco_figures.py catch RUN RUN RUN --control RUN
-python benchmarks/disco_figures.py meta META_RUN --start RUN --learned RUN
+python benchmarks/disco_figures.py meta RUN RUN ...
 """
 
 import dataclasses
@@ -35,11 +35,11 @@ class Catch:
 
 @dataclasses.dataclass(frozen=True)
 class Meta:
-    """Meta-training, and agents that learn with the rule before and after it."""
+    """New agents with learned rules, with Disco103 and with hand-written rules."""
 
-    run: Annotated[Path, tyro.conf.Positional]  # run folder of disco_meta.py
-    start: Path  # run folder of `disco.py` with the initial weights
-    learned: Path  # run folder of `disco.py` with the learned weights
+    runs: Annotated[
+        list[Path], tyro.conf.Positional
+    ]  # run folders of disco.py, on any environments
 
 
 def read_training(run: Path, window: int = 50) -> tuple[np.ndarray, np.ndarray]:
@@ -56,19 +56,12 @@ def read_evaluation(run: Path) -> tuple[np.ndarray, np.ndarray]:
     return curve.steps[evaluated], curve.values[evaluated]
 
 
-def new_axes(columns: int) -> list:
+def new_axes(columns: int, sharey: bool = True) -> list:
     figure = matplotlib.figure.Figure(figsize=(5.2 * columns, 3.4))
-    grid = figure.subplots(1, columns, squeeze=False, sharey=True)[0]
+    grid = figure.subplots(1, columns, squeeze=False, sharey=sharey)[0]
     for axes in grid:
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     return grid
-
-
-def draw_mean(axes, x, values, color, label=None) -> None:
-    """The mean of values [K, S] and their standard deviation."""
-    mean, std = values.mean(axis=1), values.std(axis=1)
-    axes.plot(x, mean, color=color, label=label)
-    axes.fill_between(x, mean - std, mean + std, color=color, **plot.BAND)
 
 
 def draw_catch(options: Catch) -> matplotlib.figure.Figure:
@@ -90,18 +83,43 @@ def draw_catch(options: Catch) -> matplotlib.figure.Figure:
     return axes.figure
 
 
+SYSTEMS = {
+    "learned": ("rules learned on Catch 5×5", plot.BLUE),
+    "disco103": ("Disco103", "black"),
+    "actor_critic": ("actor_critic", plot.COLORS[2]),
+    "policy_gradient": ("policy_gradient", plot.COLORS[4]),
+    "random": ("random rule", plot.RED),
+}
+
+
+def system_of(options: dict) -> str:
+    if options["rule"] != "disco":
+        return options["rule"]
+    return options["weights"] if options["weights"] in SYSTEMS else "learned"
+
+
 def draw_meta(options: Meta) -> matplotlib.figure.Figure:
-    left, right = new_axes(2)
-    draw_mean(left, *read_evaluation(options.run), plot.BLUE)
-    left.set(title="Population during meta-training", ylabel="return")
-    draw_mean(right, *read_evaluation(options.start), plot.RED, "initial rule")
-    draw_mean(right, *read_evaluation(options.learned), plot.BLUE, "learned rule")
-    right.set(title="New agents with a frozen rule")
-    right.legend()
-    for axes in (left, right):
-        axes.set(xlabel="environment steps")
-        axes.set_xlim(left=0)
-    return left.figure
+    """A panel per environment. A curve of a learned rule is the mean over its agents."""
+    panels = {}  # env_id -> system -> [K, agents] of each run
+    for run in options.runs:
+        about = plot.read_run(run, "eval/return").options
+        steps, returns = read_evaluation(run)
+        system = system_of(about)
+        values = returns.mean(axis=1, keepdims=True) if system == "learned" else returns
+        panels.setdefault(about["env_id"], {}).setdefault(system, []).append((steps, values))
+    grid = new_axes(len(panels), sharey=False)
+    for axes, (env_id, systems) in zip(grid, panels.items(), strict=True):
+        for system, (label, color) in SYSTEMS.items():
+            if system not in systems:
+                continue
+            steps, values = systems[system][0][0], np.hstack([x for _, x in systems[system]])
+            unit = "rules" if system == "learned" else "agents"
+            label = f"{label} ({values.shape[1]} {unit})"
+            plot.draw_line([(axes, steps)], values, color, label=label)
+            print(f"{env_id}: {label}: {values[-1].mean():.3g} ± {values[-1].std():.2g}")
+        axes.set(title=env_id, xlabel="environment steps", ylabel="return")
+    grid[0].legend(fontsize=8)
+    return grid[0].figure
 
 
 def main() -> None:

@@ -544,9 +544,9 @@ def test_a_finished_run_stays_as_it_is(module, base):
     before = content(base.path)
     code, out, err = run(module, *flags(base.config), "--run-dir", base.path)
     assert code == 0 and err == "", err  # not even an empty bar
-    more = base.config.updates_per_eval * base.config.batch_size
-    advice = f"raise --total-timesteps by {more:,} to continue it"
-    assert out == f"{base.path} is already finished; {advice}\n"
+    steps = base.config.num_updates * base.config.batch_size
+    advice = "raise --total-timesteps to continue it"
+    assert out == f"{base.path} has finished {steps:,} steps; {advice}\n"
     assert content(base.path) == before
 
 

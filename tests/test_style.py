@@ -21,7 +21,7 @@ ALL = (*SCRIPTS, "disco_meta")
 # house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
 # tracking that loses no point, seeds that diverge, options with several values, and environment
 # states of any class.
-RUN_PART = (12_010, 222)
+RUN_PART = (12_040, 224)
 HOUSE_STYLE = {
     "ppo_ff": (17_500, 415),
     "ppo_drift": (19_500, 465),
@@ -68,7 +68,7 @@ DIFFS = {  # parent, child: lines removed and added; in brackets, what HOUSE_STY
     ("ppo_obs_norm", "ppo_vtrace"): 327,  # (300) comments that readers asked for
     ("ppo_ff", "ippo"): 460,  # (380) comments that readers asked for
     ("ippo", "ippo_rnn"): 195,
-    ("ippo_rnn", "mappo"): 87,
+    ("ippo_rnn", "mappo"): 91,
 }
 SHARED = {  # each of these is byte-identical in the scripts named
     "ConfigError": SCRIPTS,
