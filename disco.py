@@ -861,6 +861,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         metrics["value/explained_variance"] = 1 - td.var() / value_target.var()
         metrics["value/td"] = jnp.abs(td).mean()
         metrics["value/target"] = value_target.mean()
+        metrics["value/mean"] = (value_target - td).mean()
     grads, metrics = pmean((grads, metrics))
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state)

@@ -547,6 +547,11 @@ def test_three_updates(source, size):
         scalars["value/explained_variance"] = np.mean(explained)
         scalars["value/td"] = np.mean([abs(x["td"]).mean() for x in values])
         scalars["value/target"] = np.mean([x["returns"].mean() for x in values])
+        taken_q = [
+            reference.take(x["q"], part.action)[:-1]
+            for x, part in zip(values, split(batch, size), strict=True)
+        ]
+        scalars["value/mean"] = np.mean(taken_q)
         scalars["optim/update_norm"] = norm_of(
             jax.tree.map(lambda x, y: x - y, agent.layers, layers)
         )

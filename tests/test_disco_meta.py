@@ -216,9 +216,13 @@ def some_agent(rng, config, rule_sizes, num_actions, scale):
     return state, agent, critic
 
 
+SMALL_RULE = disco.RuleSizes(30, 16, 8, 8)
+
+
 @pytest.mark.parametrize(
     ("num_actions", "rule_sizes"),
-    [((3,), disco.DISCO103_SIZES), ((3, 4), disco.RuleSizes(9, 7, 6, 5))],
+    [((3,), SMALL_RULE), ((3, 4), SMALL_RULE), ((3,), disco.DISCO103_SIZES)],
+    ids=["one-small", "two-small", "one-large"],
 )
 def test_the_meta_gradient_is_that_of_finite_differences(num_actions, rule_sizes, tmp_path):
     """A meta step of two agents on two devices in float64, against NumPy.

@@ -13,6 +13,7 @@ from probes import start, to_numpy
 from test_cli import compiling_once, flags, learned, run, run_killed
 from test_ippo import (
     SMALL,
+    Aim,
     Forbidden,
     Hashed,
     Toy,
@@ -368,6 +369,17 @@ def test_no_agent_ever_does_what_is_forbidden(use):
     assert (metrics["episode/return"] == 0).all()
     assert after.eval_return == 0
     np.testing.assert_array_less(metrics["policy/entropy"], np.log(2) + 1e-6)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_continuous_actions_reach_their_aim(use, cell):
+    """As in test_ippo.py: two agents with 1 and 2 actions."""
+    use(Aim(), never)
+    sizes = {"num_envs": 16, "num_steps": 16, "hidden_size": 16, "total_timesteps": 25600}
+    rates = {"actor_lr": 0.01, "critic_lr": 0.01, "ent_coef": 0.0, "eval_greedy": True}
+    after, metrics = train(small(**sizes, **rates, cell=cell))
+    assert after.eval_return > -0.15  # of -14.5 for the initial policy's mode
+    assert metrics["episode/return"][0, 0] < -5
 
 
 def test_minibatches_are_of_environments():

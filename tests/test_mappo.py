@@ -14,6 +14,7 @@ from probes import start, to_numpy
 from test_cli import compiling_once, flags, learned, run, run_killed
 from test_ippo import (
     SMALL,
+    Aim,
     Hashed,
     Toy,
     assert_close,
@@ -225,6 +226,16 @@ def test_the_value_loss_is_that_of_normalized_values(clip):
 
 
 # --------------------------------------- training
+def test_continuous_actions_reach_their_aim(use):
+    """As in test_ippo.py. The world: both agents' observations, of different lengths."""
+    use(Aim(), never)
+    sizes = {"num_envs": 16, "num_steps": 16, "hidden_size": 16, "total_timesteps": 25600}
+    rates = {"actor_lr": 0.01, "critic_lr": 0.01, "ent_coef": 0.0, "eval_greedy": True}
+    after, metrics = train(small(**sizes, **rates))
+    assert after.eval_return > -0.15  # of -14.5 for the initial policy's mode
+    assert metrics["episode/return"][0, 0] < -5
+
+
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_a_single_agent_learns_as_in_ippo_rnn(use, cell, no_evaluation):
     """Its own observation is the world."""

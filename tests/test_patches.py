@@ -221,7 +221,7 @@ def test_what_the_tables_name_exists():
         script = "ppo_ff.py"
         for word in " ".join(re.findall(r"`([^`]+)`", where)).split():
             if word.endswith(".py"):
-                script = word
+                script = word if (ROOT / word).exists() else f"environments/{word}"
                 continue
             name = word.removeprefix("--").replace("-", "_").split(".")[-1]
             assert re.search(rf"\b{name}( =|\(|:)", (ROOT / script).read_text()), (script, word)
