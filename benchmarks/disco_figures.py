@@ -118,8 +118,10 @@ def draw_meta(options: Meta) -> matplotlib.figure.Figure:
             plot.draw_line([(axes, steps)], values, color, label=label)
             print(f"{env_id}: {label}: {values[-1].mean():.3g} ± {values[-1].std():.2g}")
         axes.set(title=env_id, xlabel="environment steps", ylabel="return")
-    grid[0].legend(fontsize=8)
-    return grid[0].figure
+    figure = grid[0].figure
+    handles, labels = grid[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 0.03), ncols=4)
+    return figure
 
 
 def main() -> None:
@@ -128,7 +130,7 @@ def main() -> None:
         if isinstance(options, Catch):
             draw_catch(options).savefig(DOCS / "disco_catch.png")
         else:
-            draw_meta(options).savefig(DOCS / "disco_meta.png")
+            draw_meta(options).savefig(DOCS / "disco_meta.png", bbox_inches="tight")
 
 
 if __name__ == "__main__":
