@@ -848,10 +848,10 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         targets = None
         advantage, value_target, meta = baseline_rule(online, batch, state.meta, config)
         td = advantage  # of actor_critic: target - value, before they are normalized
-        targets_of_loss = (advantage, value_target)
+        loss_targets = (advantage, value_target)
         if config.rule == "actor_critic":
-            targets_of_loss = normalize_targets(*targets_of_loss, meta.moments, config)
-        loss = lambda output: baseline_loss(output, *targets_of_loss, batch, config)
+            loss_targets = normalize_targets(*loss_targets, meta.moments, config)
+        loss = lambda output: baseline_loss(output, *loss_targets, batch, config)
 
     # Only the outputs of the actions taken: an update takes 30% less time.
     loss_of = lambda params: loss(network.apply(params, batch.obs, batch.action))
@@ -1214,7 +1214,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple, should you add one, as a list.
+            # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

@@ -1,8 +1,8 @@
 """Meta-training of an update rule for reinforcement learning: the method behind Disco103.
 
 Oh et al. 2025, Nature, doi 10.1038/s41586-025-09761-x, and the notebook meta_train of disco_rl. A
-population of agents on each environment learns from a meta-network's targets (disco.py). It follows
-the gradient of the updated agents' returns, back through their updates. One meta step:
+population of agents on each environment learns from the targets of a meta-network (disco.py). The
+meta-network follows the gradient of their later returns, back through the updates. A meta step:
 
     rollouts     each agent plays K rollouts and one for validation, before any update
     updates      K times: one step of the agent (disco.learn) and one of its critic
@@ -417,8 +417,9 @@ def make_train(config: Config):
     metrics [D, S, meta steps]. `train` performs `updates_per_eval` meta steps, then evaluates each
     agent on full episodes.
     """
-    if config.num_envs % jax.device_count():
-        raise ConfigError(f"num_envs must be a multiple of {jax.device_count()}, the devices")
+    num_devices = jax.device_count()
+    if config.num_envs % num_devices:
+        raise ConfigError(f"num_envs must be a multiple of {num_devices}, the number of devices")
     if min(config.num_steps, config.valid_steps) < 2:
         raise ConfigError("num_steps and valid_steps must be at least 2")
     num_populations = len(config.env_id)
@@ -593,7 +594,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple, should you add one, as a list.
+            # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)

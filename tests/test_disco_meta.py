@@ -346,14 +346,12 @@ def test_each_environment_has_agents_of_its_own_size_and_rows_of_its_own(tmp_pat
     """Traced only."""
     names = ("Catch-3x3", "CartPole-v1")
     config = small(env_id=names, agent_scale=(1.0, 0.25), num_meta_steps=1, num_evals=1)
-    init, train = MAKE_TRAIN(config)
+    init, _ = MAKE_TRAIN(config)
     state = jax.eval_shape(init, KEYS)
     kernels = [agents.params["params"]["torso_1"]["kernel"].shape for agents in state.agents]
     assert kernels == [(1, 2, 8, 8), (1, 2, 2, 2)]
     assert [runners.obs.shape for runners in state.runners] == [(1, 2, 3, 9), (1, 2, 3, 4)]
-    after, metrics = jax.eval_shape(train, state)
-    assert {x.shape for x in metrics.values()} == {(1, 4, 1)}
-    assert after.eval_return.shape == (1, 4)
+    assert state.eval_return.shape == (1, 4)
 
     metrics = {"eval/return": np.array([[1.0], [np.nan], [3.0], [4.0]])}
     with open(tmp_path / "metrics.csv", "x") as table:
