@@ -379,6 +379,23 @@ def test_the_first_line_says_how_long_training_is(module, compile_once, tmp_path
     assert read_rows(tmp_path / "run")[-1]["env_steps"] == "64"
 
 
+@pytest.mark.parametrize("module", ["ppo_ff"], indirect=True)
+def test_the_first_line_of_a_continued_run_says_where_it_ends(module, base, tmp_path, monkeypatch):
+    """One more evaluation, of three times as many updates as there were. The last line: no video
+    of a file in environments/, which is a second source.
+    """
+    shutil.copytree(base.path, tmp_path / "run")
+    monkeypatch.setattr(module, "SOURCES", [*module.SOURCES, __file__])
+    more = ("--total-timesteps", 3 * base.config.total_timesteps, "--num-evals", 1)
+    code, out, err = run(module, "--run-dir", tmp_path / "run", *more)
+    assert code == 0, err
+    steps = 4 * base.config.num_updates * base.config.batch_size
+    assert f": {steps:,} steps" in out.splitlines()[0]
+    assert read_rows(tmp_path / "run")[-1]["env_steps"] == str(steps)
+    assert out.splitlines()[-1] == f"to watch: enjoy {tmp_path / 'run'}"
+    assert (tmp_path / "run" / "test_cli.py").exists()
+
+
 def test_seed_changes_the_run(module, base, tmp_path):
     words = flags(dataclasses.replace(base.config, seed=1))
     code, _, err = run(module, *words, "--run-dir", tmp_path / "run")

@@ -10,11 +10,13 @@ with them, look for files beside the repository or in the cache, and are skipped
 import functools
 import hashlib
 import io
+import json
 import os
 import pickle
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -1118,6 +1120,18 @@ def test_a_killed_run_continues_to_the_same_bytes(tmp_path, monkeypatch):
     assert {"loss/y", "loss/z", "loss/aux_policy", "eval/length"} <= names
     assert not {"policy/approx_kl", "policy/clip_fraction"} & names
     assert len(rows) == 8 and all(any(row[name] for row in rows) for name in names)
+
+
+def test_options_with_several_values_come_back_as_tuples(tmp_path, monkeypatch):
+    config = disco.Config(hidden_sizes=(8, 4), run_dir=str(tmp_path))
+    options = {"script": "disco", **vars(config)}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    seen = []
+    monkeypatch.setattr(disco, "main", seen.append)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of tyro, which warns of a list
+        code, _, err = run(disco, "--run-dir", tmp_path)
+    assert code == 0 and seen == [config], err
 
 
 def test_any_option_may_change_when_a_run_is_continued(tmp_path):
