@@ -54,6 +54,7 @@ class Task(NamedTuple):
     seeds: int
     systems: dict[str, str]  # script or peer, and a label after a space: its options
     patches: dict[str, list[tuple[str, str]]] = {}  # of systems: replacements in the script's text
+    wins: bool = False  # the curve is the share of training episodes that were won
 
 
 MINATAR = "--hidden-size 128 --lr 7e-3 --total-timesteps 1e6 --num-evals 40 --eval-episodes 32"
@@ -185,6 +186,8 @@ PLACES = (
 )
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
+REFERENCE = "--env-id MPE_simple_reference_v3"
+SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
 SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
@@ -240,7 +243,39 @@ SECTIONS = {
                 "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
                 "jaxmarl": "TOTAL_TIMESTEPS=1e6",
                 "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
+                "ippo_rnn": SPREAD,
+                "mappo": SPREAD,
+                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6",
+                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6",
             },
+        ),
+        Task(
+            "MPE_simple_reference_v3",
+            -30,
+            5,
+            {
+                "ippo": REFERENCE,
+                "ippo_rnn": REFERENCE,
+                "mappo": REFERENCE,
+                "jaxmarl ippo_rnn": (
+                    "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
+                ),
+                "jaxmarl mappo_rnn": (
+                    "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
+                ),
+            },
+        ),
+        Task(
+            "HeuristicEnemySMAX/3m",
+            0.7,
+            5,
+            {
+                "ippo_rnn": SMAX_3M,
+                "mappo": SMAX_3M,
+                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
+                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
+            },
+            wins=True,
         ),
     ],
     "Discovered rule": [
@@ -289,7 +324,10 @@ PEERS = {
     "stoix": "Stoix 8fff19c, Anakin `ff_ppo.py`, `ff_ppo_continuous.py` (evaluations)",
     "cleanrl": "CleanRL fe8d8a03, `ppo.py`, `ppo_continuous_action.py` (training returns)",
     "xland": "XLand-MiniGrid 0d306d1, `train_single_task.py` (evaluations)",
-    "jaxmarl": "JaxMARL c793d09, `ippo_ff_mpe.py` (training returns)",
+    "jaxmarl": (
+        "JaxMARL c793d09, `ippo_ff_mpe.py`, `ippo_rnn_mpe.py`, `mappo_rnn_mpe.py`,"
+        " `ippo_rnn_smax.py`, `mappo_rnn_smax.py` (training)"
+    ),
 }
 PEER_RETURNS = {
     "purejaxrl": "of training, means of intervals",
@@ -310,6 +348,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
     "Which place pays": "xminigrid",
     "brax": "brax",
     "MPE": "jaxmarl",
+    "HeuristicEnemySMAX": "jaxmarl",
 }
 SEEDS = {  # of what is slow
     r"__disco-random": 3,
@@ -338,6 +377,13 @@ class Row(NamedTuple):
     def seeds(self) -> int:
         fewer = [count for name, count in SEEDS.items() if re.search(name, self.name)]
         return fewer[0] if fewer else self.task.seeds
+
+    @property
+    def returns(self) -> str:
+        """What the curve holds."""
+        if self.task.wins:
+            return "win rates of training, means of intervals"
+        return PEER_RETURNS.get(self.kind, "evaluations on full fresh episodes")
 
     @property
     def settings(self) -> str:
@@ -380,15 +426,30 @@ def run_ours(row: Row) -> tuple[np.ndarray, list[str]]:
         script.write_text(text)
     subprocess.run([sys.executable, "-W", "ignore", script, *words], cwd=ROOT, check=True)
     with open(run_dir / "metrics.csv", newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["eval/return"]]
+        table = list(csv.DictReader(file))
+    if row.task.wins:
+        steps = np.unique([float(x["env_steps"]) for x in table])
+        won = np.array([float(x["env/won"] or "nan") for x in table])
+        return intervals(steps, won.reshape(len(steps), -1)), []
+    rows = [row for row in table if row["eval/return"]]
     episodes = [name for name in rows[0] if name.startswith("eval/return/")]
     names = ["seed", "env_steps", "eval/return", *episodes]
     curve = np.array([[float(x[name]) for name in names] for x in rows])
     return curve, [name.removeprefix("eval/return/") for name in episodes]
 
 
-def run_peer(row: Row, path: Path, points: int = 50) -> np.ndarray:
-    """Mean training returns in `points` intervals [K, 3]: seed, environment steps, return."""
+def intervals(steps: np.ndarray, values: np.ndarray, points: int = 50) -> np.ndarray:
+    """Means in `points` intervals [K, 3] of values [U, S]: seed, environment steps, value."""
+    curve = []
+    for part in np.array_split(np.arange(len(steps)), points):
+        for seed in range(values.shape[1]):
+            if np.isfinite(values[part, seed]).any():
+                curve.append([seed, steps[part[-1]], np.nanmean(values[part, seed])])
+    return np.array(curve)
+
+
+def run_peer(row: Row, path: Path) -> np.ndarray:
+    """Mean training returns in intervals [K, 3]: seed, environment steps, return."""
     env = dict(os.environ)
     # Works around an XLA:CPU deadlock with vmapped loops.
     env["XLA_FLAGS"] = "--xla_cpu_enable_concurrency_optimized_scheduler=false"
@@ -396,14 +457,7 @@ def run_peer(row: Row, path: Path, points: int = 50) -> np.ndarray:
     task = json.dumps([row.kind, str(path), row.words, row.seeds, str(out)])
     subprocess.run([sys.executable, "-W", "ignore", __file__, "--learn", task], env=env, check=True)
     arrays = np.load(out)
-    steps, returns = arrays["steps"], arrays["returns"]  # [U], [U, S]
-    curve = []
-    for part in np.array_split(np.arange(len(steps)), points):
-        for seed in range(returns.shape[1]):
-            values = returns[part, seed]
-            if np.isfinite(values).any():
-                curve.append([seed, steps[part[-1]], np.nanmean(values)])
-    return np.array(curve)
+    return intervals(arrays["steps"], arrays["returns"])  # [U], [U, S]
 
 
 def learn(kind: str, path: str, words: list[str], seeds: int, out: str):
@@ -460,11 +514,11 @@ def measure(rows: list[Row], peers: dict[str, Path]):
             check_peer(row.kind, peers[row.kind])
             about += [f"# peer: {PEERS[row.kind]}"]
             about += [f"# settings: {row.settings}"]
-            about += [f"# returns: {PEER_RETURNS[row.kind]}"]
+            about += [f"# returns: {row.returns}"]
             curve, episodes = run_peer(row, peers[row.kind]), []
         else:
             about += [f"# change: {x}" for x in change_lines(row)]
-            about += ["# returns: evaluations on full fresh episodes"]
+            about += [f"# returns: {row.returns}"]
             curve, episodes = run_ours(row)
         header = ",".join(["seed", "env_steps", "return", *episodes])
         lines = [
@@ -592,6 +646,7 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
     low, high = bootstrap(final[None])[:, 0]
     steps = steps_to(curve, row.task.threshold)
     training = "" if curve.about["returns"].startswith("evaluations") else ", training returns"
+    training = ", training win rates" if row.task.wins else training
     cells = [
         row.task.title,
         f"[{row.system}]({CSVS}/{row.name}.csv){training}",
@@ -649,6 +704,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
                     x = curve.steps / scale
                     axes.plot(x, iqm(curve.values), label=row.system, **style)
                     axes.fill_between(x, *band, color=color, **BAND)
+        title += ", win rate" * curves[0][0].task.wins
         column[0].set(title=title, xlabel="environment steps", xlim=(0, None))
         column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
         ends = [x.steps[-1] / rates[row.name].median for row, x in curves if row.name in rates]

@@ -566,31 +566,58 @@ def cleanrl(path, script, options, steps_per_call, calls):
 
 
 def jaxmarl_trainer(path, options):
-    """The training of `ippo_ff_mpe.py`, with its defaults but for `options`, and its settings."""
-    import wandb
+    """The training of one of its scripts, with its defaults but for `options`, and its settings.
 
-    sys.path.insert(0, f"{path}/baselines/IPPO")
-    import ippo_ff_mpe
+    The option SCRIPT names the script: one of the keys below.
+    """
+    import wandb
     import yaml
 
+    configs = {
+        "ippo_ff_mpe": "IPPO/config/ippo_ff_mpe.yaml",
+        "ippo_rnn_mpe": "IPPO/config/ippo_rnn_mpe.yaml",
+        "ippo_rnn_smax": "IPPO/config/ippo_rnn_smax.yaml",
+        "mappo_rnn_mpe": "MAPPO/config/mappo_homogenous_rnn_mpe.yaml",
+        "mappo_rnn_smax": "MAPPO/config/mappo_homogenous_rnn_smax.yaml",
+    }
+    options = dict(options)
+    script = options.pop("SCRIPT", "ippo_ff_mpe")
+    sys.path.insert(0, f"{path}/baselines/{configs[script].split('/')[0]}")
+    module = importlib.import_module(script)
     wandb.log = lambda *_: None  # its callback after every update still runs
-    with open(f"{path}/baselines/IPPO/config/ippo_ff_mpe.yaml") as file:
+    with open(f"{path}/baselines/{configs[script]}") as file:
         config = yaml.safe_load(file)
-    config |= {"TOTAL_TIMESTEPS": 10_000_000, **options}  # PyYAML reads its 1e7 as a string.
-    return ippo_ff_mpe.make_train(config), config
+    # PyYAML reads its 1e7 and 5e-4 as strings.
+    config = {k: parse([f"{k}={v}"])[k] if isinstance(v, str) else v for k, v in config.items()}
+    config |= options
+    return module.make_train(config), config
 
 
 def jaxmarl_curve(path, options, seeds):
-    """Environment steps [U] and mean training returns [U, S] of the team.
+    """Environment steps [U] and mean training returns of the team, or SMAX's win rates, [U, S].
 
     Its log has the return of an agent multiplied by their number: the mean over agents is the sum.
-    Before the first episode has ended it counts as 0, so the first update is left out.
     """
+    import wandb
+
     train, config = jaxmarl_trainer(path, options)
-    metrics = jax.jit(jax.vmap(train))(jax.random.split(jax.random.PRNGKey(0), seeds))["metrics"]
-    returns = np.asarray(metrics["returned_episode_returns"]).T  # [U, S]
-    steps = config["NUM_ENVS"] * config["NUM_STEPS"] * np.arange(1, len(returns) + 1)
-    return steps[1:], returns[1:]
+    if options.get("SCRIPT", "ippo_ff_mpe") == "ippo_ff_mpe":
+        keys = jax.random.split(jax.random.PRNGKey(0), seeds)
+        metrics = jax.jit(jax.vmap(train))(keys)["metrics"]
+        returns = np.asarray(metrics["returned_episode_returns"]).T  # [U, S]
+        steps = config["NUM_ENVS"] * config["NUM_STEPS"] * np.arange(1, len(returns) + 1)
+        return steps[1:], returns[1:]  # before the first episode has ended it logs 0
+    # The other scripts return no metrics: what they log is caught, one seed after another.
+    train, curves = jax.jit(train), []
+    name = "win_rate" if options["SCRIPT"].endswith("smax") else "returns"
+    for seed in range(seeds):
+        rows = []
+        wandb.log = lambda row, rows=rows: rows.append((int(row["env_step"]), float(row[name])))
+        jax.block_until_ready(train(jax.random.PRNGKey(FIRST_SEED + seed)))
+        jax.effects_barrier()
+        curves.append(sorted(rows))  # unordered callbacks
+    steps, values = np.array(curves).transpose(2, 1, 0)  # [U, S]
+    return steps[:, 0], values
 
 
 def jaxmarl_clock(path, words):
