@@ -241,7 +241,7 @@ class Agent(nn.Module):
 
     num_actions: int
     config: Config
-    prediction_size: int = 600  # of the rule
+    prediction_size: int = 600  # length of y and z, fixed by the rule
 
     @nn.compact
     def __call__(self, obs: jax.Array, action: jax.Array | None = None) -> AgentOutput:
@@ -264,7 +264,7 @@ class Agent(nn.Module):
             action = jnp.broadcast_to(jnp.arange(self.num_actions), cell.shape[:-1])
         action = nn.one_hot(action, self.num_actions, dtype=cell.dtype)
         gates = dense(4 * config.model_size, "gates")
-        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as after an output gate of 1
+        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # hidden before: output gate 1
         heads = {}
         for name, size in (
             ("z", self.prediction_size),
@@ -350,7 +350,8 @@ DISCO103_SIZES = RuleSizes()
 def name_layers(sizes: RuleSizes = DISCO103_SIZES) -> MetaNetwork:
     """A Placeholder for each layer."""
     prediction, lstm, lifetime_lstm, embedding = sizes
-    inputs, policy_inputs = 2 * 9, 2 * (lstm + 2)  # of an action, and the mean over the actions
+    # Times 2: the features of an action, and their mean over the actions.
+    inputs, policy_inputs = 2 * 9, 2 * (lstm + 2)
 
     def embeddings(module):
         return Embeddings(
@@ -540,9 +541,9 @@ def retrace(reward, done, value, q, trace, gamma):
 def vtrace(reward, done, value, ratio, gamma, trace_lambda):
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1). Returns advantage, target, [T, B].
 
-    With c = trace_lambda * ratio, target - value = ratio * (returns - value), where the returns are
-    those of Retrace with the value in place of q. This difference is also the advantage, as in GAE;
-    the paper's is ratio * (reward + gamma * next target - value).
+    With the paper's c = trace_lambda * ratio, target - value = ratio * (returns - value), where the
+    returns are those of Retrace with the value in place of q. target - value is also the advantage,
+    as in GAE; the paper's is ratio * (reward + gamma * next target - value).
     """
     returns = retrace(reward, done, value, value[:-1], trace_lambda * ratio, gamma)
     advantage = ratio * (returns - value[:-1])
@@ -604,8 +605,8 @@ class MetaState(NamedTuple):
     """Memory of the update rule over the lifetime of an agent."""
 
     moments: Moments  # of the advantage, or in policy_gradient of the return
-    hidden: jax.Array  # [M] of the lifetime LSTM
-    cell: jax.Array  # [M]
+    hidden: jax.Array  # of the lifetime LSTM, [128] by default
+    cell: jax.Array  # the same
 
 
 def start_lifetime(units: int = 128) -> MetaState:
@@ -622,8 +623,8 @@ def mix_actions(linear: Linear, x):
 def make_features(embeddings: Embeddings, online, target, batch, values: Values, moments: Moments):
     """Inputs of the meta-network: step_features [T, B, 27], embedded actions [T, B, A, 2].
 
-    In meta-training (disco_meta.py), gradients reach the agent through its y and z only. The
-    released weights fix the order of features.
+    In meta-training (disco_meta.py), gradients pass from here to the agent through its y and z
+    only, hence the stop_gradient of the policies. The released weights fix the order of features.
     """
     action = batch.action[:-1]
     policy = jax.lax.stop_gradient(nn.softmax(online.logits))  # [T + 1, B, A]
@@ -719,7 +720,7 @@ def disco_rule(meta_net: MetaNetwork, online, target, batch: Transition, meta: M
 
 
 def baseline_rule(online: AgentOutput, batch: Transition, meta: MetaState, config):
-    """V-trace, or normalized returns. Returns advantage, value target, MetaState."""
+    """actor_critic: V-trace; policy_gradient: returns. Gives advantage, value target, MetaState."""
     ratio = clipped_ratio(online.logits, batch)
     steps = (batch.reward[:-1], batch.done[:-1])
     if config.rule == "actor_critic":
@@ -847,13 +848,13 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
     else:
         targets = None
         advantage, value_target, meta = baseline_rule(online, batch, state.meta, config)
-        td = advantage  # of actor_critic: target - value, before they are normalized
+        td = advantage  # in actor_critic: value_target - value, not yet normalized
         loss_targets = (advantage, value_target)
         if config.rule == "actor_critic":
             loss_targets = normalize_targets(*loss_targets, meta.moments, config)
         loss = lambda output: baseline_loss(output, *loss_targets, batch, config)
 
-    # Only the outputs of the actions taken: an update takes 30% less time.
+    # With batch.action, only the outputs of these actions are computed: 30% less time.
     loss_of = lambda params: loss(network.apply(params, batch.obs, batch.action))
     grads, metrics = jax.grad(loss_of, has_aux=True)(state.params)
     metrics["policy/ratio"] = clipped_ratio(online.logits, batch).mean()
@@ -927,9 +928,8 @@ def make_train(config: Config):
         state = state._replace(target_params=target_params)
         learned, _, metrics = learn(meta_net, state, batch, network, optimizer, config)
         ready = filled >= replay_batch  # before, nothing is learned
-        unmeasured = dict.fromkeys(metrics, jnp.nan) | {
-            "optim/grad_norm": 0.0
-        }  # to `main`, NaN is divergence
+        unmeasured = dict.fromkeys(metrics, jnp.nan)  # empty cells
+        unmeasured["optim/grad_norm"] = 0.0  # `main` takes NaN for divergence
         metrics = optax.tree.where(ready, metrics, unmeasured)
         episodes = psum(rollout.done.sum())
         metrics |= {
@@ -1076,7 +1076,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
+    # At most 64 letters, digits, _ or -. With the parent folder, a/seed0 and b/seed0 differ.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -1165,7 +1165,7 @@ def main(config: Config) -> dict:
             call_sps = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
+                raise ConfigError(f"all seeds diverged: continue {run_dir} with a lower lr")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -1196,8 +1196,8 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        draws = len(SOURCES) < 2  # files in environments/ have no pictures
-        video = f" --video {run_dir / 'video.gif'}" if draws else ""
+        has_video = len(SOURCES) < 2  # not for an environment of a file in environments/
+        video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
         wandb_run.summary.update(summary)

@@ -92,9 +92,9 @@ class Config:
     valid_steps: int = 17  # rollout length for validation
     weights: str = "random"  # initial meta-network: random, disco103 (downloaded) or an npz file
     prediction_size: int = 600  # of a random meta-network: length of the predictions y and z
-    rule_size: int = 256  # of a random meta-network: LSTM over the steps of a rollout
-    lifetime_size: int = 128  # of a random meta-network: LSTM over the updates of an agent
-    embedding_size: int = 16  # of a random meta-network: layers before and after the LSTMs
+    rule_size: int = 256  # of a random meta-network: width of the LSTM over a rollout
+    lifetime_size: int = 128  # of a random meta-network: width of the LSTM over updates
+    embedding_size: int = 16  # of a random meta-network: width of the other layers
     meta_lr: float = 1e-3  # Adam learning rate of the meta-network
     num_agents: int = 4  # population size, on each environment
     lifetime: int = 600  # meta steps until an agent is replaced by a new one; 0: never
@@ -102,12 +102,12 @@ class Config:
     critic_lr: float = 1e-3  # Adam learning rate of the critics
     critic_gamma: float = 0.99  # discount factor of the critics, hence of the meta-objective
     critic_lambda: float = 0.96  # trace decay of the critics
-    critic_max_update: float = 1.0  # clip entries of the critics' Adam steps, as max_update
+    critic_max_update: float = 1.0  # clip entries of the critics' Adam steps to this
     critic_ema_decay: float = 0.99  # decay of the moments of the critics' advantages
     hidden_sizes: tuple[int, ...] = (128, 128)  # widths of an agent's layers
     model_size: int = 64  # width of the LSTM that models the effect of an action
     branch_size: int = 64  # width of the layers between LSTM and outputs
-    agent_scale: tuple[float, ...] = (1.0,)  # factor of these sizes, one for all or one for each
+    agent_scale: tuple[float, ...] = (1.0,)  # factor of these sizes; one, or one per environment
     lr: float = 1e-2  # Adam learning rate of the agents
     max_update: float = 1.0  # clip entries of Adam's step to this, before lr
     gamma: float = 0.997  # discount factor of the agents' q
@@ -178,7 +178,7 @@ class Critic(nn.Module):
 
 
 def critic_advantage(critic, logits, batch: disco.Transition, config: Config):
-    """Squashed value [L, N] and V-trace advantage [T, N] under the policy of `logits`.
+    """Squashed value [L, N] and V-trace advantage [T, N] of the policy with `logits` [L, N, A].
 
     Neither carries a gradient.
     """
@@ -436,7 +436,7 @@ def make_train(config: Config):
 
     def update(state: TrainState, _):
         """One meta step."""
-        play = lambda population, *agents: population.play(*agents, state.updates_done)
+        play = lambda population, *inputs: population.play(*inputs, state.updates_done)
         played = map(play, populations, state.agents, state.runners)
         agents, runners, batches, valid = zip(*played, strict=True)
 
@@ -448,7 +448,7 @@ def make_train(config: Config):
         grads, outcomes = jax.grad(mean_loss, has_aux=True)(state.meta_net)
         agents, metrics = zip(*outcomes, strict=True)
         # Inside pmap, a pmean is the transpose of a pmean: each device has the gradient of all
-        # devices' summed losses with respect to its own copy of meta_net.
+        # devices' summed losses by its own copy of meta_net. The mean loss has their mean.
         grads, metrics = pmean((grads, concatenate(metrics)))
         updates, opt_state = meta_optimizer.update(grads, state.opt_state)
         metrics["meta/grad_norm"] = jnp.full(config.num_seeds, optax.tree.norm(grads))
@@ -482,7 +482,7 @@ def make_train(config: Config):
         state = state._replace(agents=agents, eval_return=evaluation["eval/return"])
         unmeasured = jnp.full((config.updates_per_eval, config.num_seeds), jnp.nan)
         metrics |= {name: unmeasured.at[-1].set(x) for name, x in evaluation.items()}
-        return state, jax.tree.map(lambda x: jnp.float32(x).T, metrics)  # [S, updates]
+        return state, jax.tree.map(lambda x: jnp.float32(x).T, metrics)  # [S, meta steps]
 
     init = jax.pmap(init_on_device, "devices")
     train = jax.pmap(train_on_device, "devices", donate_argnums=0)
@@ -598,7 +598,7 @@ def cli():
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = tyro.cli(Config, default=default)
-            if config.batch_size != default.batch_size:  # env_steps counts batches
+            if config.batch_size != default.batch_size:  # env_steps = meta steps * this
                 raise ConfigError(f"{config.run_dir}: steps per meta step must stay the same")
         main(config)
     except (ConfigError, OSError, json.JSONDecodeError) as error:

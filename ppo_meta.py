@@ -729,7 +729,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
+    # At most 64 letters, digits, _ or -. With the parent folder, a/seed0 and b/seed0 differ.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -818,7 +818,7 @@ def main(config: Config) -> dict:
             call_sps = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
+                raise ConfigError(f"all seeds diverged: continue {run_dir} with a lower lr")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -849,8 +849,8 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        draws = len(SOURCES) < 2  # files in environments/ have no pictures
-        video = f" --video {run_dir / 'video.gif'}" if draws else ""
+        has_video = len(SOURCES) < 2  # not for an environment of a file in environments/
+        video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
         wandb_run.summary.update(summary)

@@ -4,9 +4,9 @@ PPO (Schulman et al. 2017, arXiv 1707.06347) with GAE (Schulman et al. 2015, arX
 All seeds train and evaluate in one XLA program. What differs from most implementations:
 - a time limit is not a termination: it cuts the trace, but the return still bootstraps from the
   value of the final observation (Pardo et al. 2018, arXiv 1712.00378);
-- a minibatch holds whole sequences, replayed from the hidden states before their first steps;
 - the advantages of a minibatch are normalized across all devices, by their standard deviation or
   by `--min-advantage-std`, whichever is larger.
+A minibatch holds whole sequences, replayed from the hidden states before their first steps.
 
 Axes: T steps, S seeds, D devices; on each device, N environments and minibatches of B sequences;
 L layers of H hidden units, V x V tiles in view.
@@ -521,8 +521,8 @@ def make_train(config: Config):
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
             # The value of the final observation, with the memory of its episode. This pass covers
-            # all N, but is skipped in steps without a truncation: done in every step, it would take
-            # a sixth of the time. (With several seeds, vmap turns cond into both branches.)
+            # all N, but is skipped in steps without a truncation: in every step, it would take a
+            # sixth of the training time. (With several seeds, it does: vmap runs both branches.)
             truncated = transition.done & ~transition.terminated
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
             skip = lambda *_: transition.value  # a placeholder
@@ -714,7 +714,7 @@ def start_tracking(run_dir: Path, options: dict):
     """Start or continue a Weights & Biases run. Raises ConfigError."""
     import wandb
 
-    # An id has at most 64 letters, digits, _ or -. The parent tells a/seed0 from b/seed0.
+    # At most 64 letters, digits, _ or -. With the parent folder, a/seed0 and b/seed0 differ.
     run_id = re.sub(r"[^\w-]", "-", "-".join(run_dir.resolve().parts[-2:]))[-64:]
     try:
         return wandb.init(id=run_id, name=run_dir.name, config=options, resume="allow")
@@ -803,7 +803,7 @@ def main(config: Config) -> dict:
             call_sps = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds diverged: lower the learning rate of {run_dir}")
+                raise ConfigError(f"all seeds diverged: continue {run_dir} with a lower lr")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval
@@ -834,8 +834,8 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        draws = len(SOURCES) < 2  # files in environments/ have no pictures
-        video = f" --video {run_dir / 'video.gif'}" if draws else ""
+        has_video = len(SOURCES) < 2  # not for an environment of a file in environments/
+        video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
         wandb_run.summary.update(summary)
