@@ -5,7 +5,8 @@
     python environments/gymnasium_envs.py --env-id CartPole-v1 --num-envs 32 --total-timesteps 5e5
 
 Environments: all that are registered, with discrete or continuous actions; those of a module as
-module:Name-v0. `env_params` are arguments of gymnasium.make. `obs` is the vector of the
+module:Name-v0. Where an action has several parts (MultiDiscrete), one action of the policy is one
+combination of them. `env_params` are arguments of gymnasium.make. `obs` is the vector of the
 environment; Gymnasium flattens what is none. Time limits are Gymnasium's (max_episode_steps).
 One call of the host steps all environments, in turn: one seed and one device. Their states are not
 in the checkpoint. A continued run starts new episodes: its bits are not those of a run in one go.
@@ -14,18 +15,19 @@ in the checkpoint. A continued run starts new episodes: its bits are not those o
 import dataclasses
 import difflib
 import json
+import math
 import sys
 
 import family
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import ppo_obs_norm as script
 
 try:
     import gymnasium
-    from gymnasium.spaces import Box, Discrete
-    from gymnasium.spaces.utils import flatdim
+    from gymnasium.spaces import Box, Discrete, MultiDiscrete
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
     from gymnasium.wrappers import FlattenObservation
 except ImportError:
@@ -69,8 +71,14 @@ def make_env(config):
         raise script.ConfigError("environments of the host: only one seed and one device")
     env = make_one(config)
     space = env.action_space
-    is_discrete = isinstance(space, Discrete)
-    if not is_discrete and not (isinstance(space, Box) and space.is_bounded()):
+    if isinstance(space, Discrete):
+        choices = space.start + np.arange(space.n)
+    elif isinstance(space, MultiDiscrete) and math.prod(space.nvec.ravel().tolist()) <= 10_000:
+        combinations = np.array([*np.ndindex(*space.nvec.ravel())])
+        choices = space.start + combinations.reshape(-1, *space.shape)
+    elif isinstance(space, Box) and space.is_bounded():
+        choices = None
+    else:
         raise script.ConfigError(f"{config.env_id} has actions of another kind: {space}")
     pools = []  # on the host: `init` starts two, and trains in one; a third is for evaluations
 
@@ -103,14 +111,17 @@ def make_env(config):
         return call(host_reset, (vector, index), jax.random.bits(key) >> 1)
 
     def step(key, env_state, action):
-        if not is_discrete:
+        if choices is None:
             low, high = space.low.ravel(), space.high.ravel()
             action = low + (high - low) * (action + 1) / 2
+        else:
+            action = jnp.asarray(choices)[action]
         outcome = call(host_step, (vector, number, flag, flag, vector), env_state, action)
         obs, reward, terminated, truncated, next_obs = outcome
         return obs, env_state, reward, terminated, truncated, next_obs
 
-    return reset, step, flatdim(space), is_discrete
+    size = math.prod(space.shape) if choices is None else len(choices)
+    return reset, step, size, choices is not None
 
 
 family.adapt(script, __file__, Config, make_env)

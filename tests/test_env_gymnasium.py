@@ -1,5 +1,6 @@
 """environments/gymnasium_envs.py against Gymnasium itself."""
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -164,13 +165,54 @@ def test_errors(envs, capsys):
     ]:
         with pytest.raises(envs.script.ConfigError, match=message):
             envs.make_env(envs.Config(**options))
-    name = "TwoSwitches-v0"
-    gymnasium.register(name, entry_point=lambda: Switches())
-    with pytest.raises(envs.script.ConfigError, match="actions of another kind: MultiDiscrete"):
-        envs.make_env(envs.Config(env_id=name))
+    space = gymnasium.spaces.MultiDiscrete([10] * 5)  # 100,000 combinations
+    with (
+        registered("Lock-v0", space),
+        pytest.raises(envs.script.ConfigError, match="actions of another kind: MultiDiscrete"),
+    ):
+        envs.make_env(envs.Config(env_id="Lock-v0"))
+
+
+@pytest.mark.parametrize(
+    ("space", "choices"),
+    [
+        (gymnasium.spaces.Discrete(3, start=-1), [-1, 0, 1]),
+        (gymnasium.spaces.MultiDiscrete([2, 3]), [[0, 0], [0, 1], [0, 2], [1, 0], [1, 1], [1, 2]]),
+        (
+            gymnasium.spaces.MultiDiscrete([[2], [2]], start=[[5], [0]]),
+            [[5, 0], [5, 1], [6, 0], [6, 1]],
+        ),
+    ],
+)
+def test_an_action_of_the_policy_is_a_combination_of_parts(envs, space, choices):
+    """The environment tells in its observation which action it was given."""
+    with registered("Lock-v0", space):
+        reset, step, num_actions, is_discrete = envs.make_env(envs.Config(env_id="Lock-v0"))
+        assert (num_actions, is_discrete) == (len(choices), True)
+        keys = jax.random.split(KEYS[0], num_actions)
+        _, env_state = jax.vmap(reset)(keys)
+        obs, *_ = jax.jit(jax.vmap(step))(keys, env_state, jnp.arange(num_actions))
+        assert obs.tolist() == np.reshape(choices, obs.shape).tolist()
+
+
+@contextlib.contextmanager
+def registered(name, space):
+    gymnasium.register(name, entry_point=lambda: Lock(space))
+    yield
     del gymnasium.registry[name]
 
 
-class Switches(gymnasium.Env):
-    observation_space = gymnasium.spaces.Box(0, 1, (2,))
-    action_space = gymnasium.spaces.MultiDiscrete([2, 2])
+class Lock(gymnasium.Env):
+    """Its observation is the last action."""
+
+    def __init__(self, space):
+        self.action_space = space
+        self.observation_space = gymnasium.spaces.Box(-9, 9, (max(1, np.prod(space.shape)),))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        return np.zeros(self.observation_space.shape, np.float32), {}
+
+    def step(self, action):
+        assert action in self.action_space
+        return np.float32(action).reshape(-1), 0.0, False, False, {}
