@@ -13,8 +13,6 @@ our scripts continue.
 The learning curves may be measured on a busy machine, ours with all seeds in one program. The
 clock needs an idle one: steps/s of one seed without evaluation and compilation, every system that
 shares a task in turns. Training seconds are environment steps divided by that rate.
-
-The report reads nothing but benchmarks/results: the CSVs and, for the section on a GPU, gpu.md.
 """
 
 import argparse
@@ -26,15 +24,11 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
-import matplotlib.figure
 import numpy as np
-from matplotlib.ticker import EngFormatter
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -42,8 +36,6 @@ RUNS = ROOT / "runs" / "learning"
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 import ablations  # noqa: E402
-
-from plot import BAND, COLORS, STYLE, bootstrap, iqm  # noqa: E402
 
 
 class Task(NamedTuple):
@@ -366,6 +358,10 @@ class Row(NamedTuple):
         return self.system.split()[0]
 
     @property
+    def is_peer(self) -> bool:
+        return not (ROOT / f"{self.kind}.py").exists()
+
+    @property
     def name(self) -> str:
         return f"{self.task.title}__{self.system}".replace("/", "-").replace(" ", "-")
 
@@ -391,7 +387,7 @@ class Row(NamedTuple):
 
     @property
     def command(self) -> str:
-        if self.kind in PEERS:
+        if self.is_peer:
             return f"python benchmarks/learning.py --only '{self.name}$' --peers {self.kind}=DIR"
         return f"python {self.kind}.py {shlex.join([*self.words, '--num-seeds', str(self.seeds)])}"
 
@@ -476,7 +472,7 @@ def versions(row: Row) -> str:
 
 def commit(row: Row) -> str:
     git = ["git", "-C", str(ROOT)]
-    script = "benchmarks/peers.py" if row.kind in PEERS else f"{row.kind}.py"
+    script = "benchmarks/peers.py" if row.is_peer else f"{row.kind}.py"
     changed = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", script]).returncode
     head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
     return head.stdout.strip() + " with changes" * changed
@@ -502,7 +498,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
     RESULTS.mkdir(exist_ok=True)
     for row in rows:
         path = RESULTS / f"{row.name}.csv"
-        if path.exists() or (row.kind in PEERS and row.kind not in peers):
+        if path.exists() or (row.is_peer and row.kind not in peers):
             continue
         print(row.command, flush=True)
         about = [
@@ -510,7 +506,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
             f"# commit: {commit(row)}",
             f"# versions: {versions(row)}",
         ]
-        if row.kind in PEERS:
+        if row.is_peer:
             check_peer(row.kind, peers[row.kind])
             about += [f"# peer: {PEERS[row.kind]}"]
             about += [f"# settings: {row.settings}"]
@@ -538,8 +534,9 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
     import speed
 
     path = RESULTS / "clock.csv"
-    table = {row["name"]: row for row in read_clock()}
-    rows = [row for row in rows if row.kind not in PEERS or row.kind in peers]
+    text = path.read_text().splitlines() if path.exists() else []
+    table = {row["name"]: row for row in csv.DictReader(text)}
+    rows = [row for row in rows if not row.is_peer or row.kind in peers]
     for task in dict.fromkeys(row.task.title for row in rows):
         turns = [row for row in rows if row.task.title == task]
         results = {row.name: [] for row in turns}
@@ -548,7 +545,7 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
         for _ in range(rounds):
             for row in turns:
                 arguments = ("clock_ours", row.kind, row.words)
-                if row.kind in PEERS:
+                if row.is_peer:
                     arguments = (f"{row.kind}_clock", str(peers[row.kind]), row.words)
                 results[row.name].append(speed.in_a_process(*arguments))
         for name, measured in results.items():
@@ -572,358 +569,7 @@ def clock(rows: list[Row], peers: dict[str, Path], rounds: int):
                 writer.writerows(table[key] for key in sorted(table))
 
 
-# --------------------------------------------- report
-class Rate(NamedTuple):
-    """Steps/s of the timed calls."""
-
-    median: float
-    low: float
-    high: float
-
-
-class Curve(NamedTuple):
-    """One metric of S seeds at K points."""
-
-    about: dict[str, str]  # the comments of the CSV
-    steps: np.ndarray  # [K]
-    values: np.ndarray  # [K, S]
-
-
-def read_curve(path: Path) -> Curve:
-    lines = path.read_text().splitlines()
-    comments = [line[2:].split(": ", 1) for line in lines if line.startswith("#")]
-    table = np.array([x.split(",") for x in lines if x[:1].isdigit()], float)
-    steps = np.unique(table[:, 1])
-    seeds = np.unique(table[:, 0])
-    values = np.full((len(steps), len(seeds)), np.nan)
-    values[np.searchsorted(steps, table[:, 1]), table[:, 0].astype(int)] = table[:, 2]
-    for seed in values.T:  # training returns: no episode may have ended in an interval
-        known = np.isfinite(seed)
-        seed[:] = np.interp(steps, steps[known], seed[known], left=np.nan)
-    complete = np.isfinite(values).all(axis=1)
-    return Curve(dict(comments), steps[complete], values[complete])
-
-
-def final_returns(curve: Curve) -> np.ndarray:
-    """[S] of each seed in the last 5% of the steps."""
-    return curve.values[curve.steps > 0.95 * curve.steps[-1]].mean(axis=0)
-
-
-def steps_to(curve: Curve, threshold: float) -> np.ndarray:
-    """[S] environment steps of each seed to its first point at or above the threshold, or inf."""
-    reached = curve.values >= threshold
-    return np.where(reached.any(axis=0), curve.steps[reached.argmax(axis=0)], np.inf)
-
-
-def median_interval(values: np.ndarray, resamples: int = 2000) -> tuple[float, float, float]:
-    """Median and its 95% percentile bootstrap interval; infinities are allowed."""
-    draws = np.random.default_rng(0).integers(len(values), size=(resamples, len(values)))
-    medians = np.sort(np.quantile(values[draws], 0.5, axis=1, method="higher"))
-    low, high = (medians[int(q * (resamples - 1))] for q in (0.025, 0.975))
-    return np.quantile(values, 0.5, method="higher"), low, high
-
-
-def short(x: float, unit: str = "") -> str:
-    if not np.isfinite(x):
-        return "never"
-    for size, suffix in ((1e6, "M"), (1e3, "k")):
-        if not unit and x >= size:
-            return f"{x / size:.3g}{suffix}"
-    return f"{x:.3g}{unit}"
-
-
-def interval(values: np.ndarray, unit: str = "") -> str:
-    middle, low, high = (short(x, unit) for x in median_interval(values))
-    return middle if low == middle == high else f"{middle} [{low}, {high}]"
-
-
-def three_digits(x: float) -> str:
-    return f"{x:.0f}" if x >= 100 else f"{x:.3g}"
-
-
-def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
-    final = final_returns(curve)
-    low, high = bootstrap(final[None])[:, 0]
-    steps = steps_to(curve, row.task.threshold)
-    training = "" if curve.about["returns"].startswith("evaluations") else ", training returns"
-    training = ", training win rates" if row.task.wins else training
-    cells = [
-        row.task.title,
-        f"[{row.system}]({CSVS}/{row.name}.csv){training}",
-        f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
-        f"{final.mean():.4g} ± {three_digits(final.std())}",
-        str(len(final)),
-        short(curve.steps[-1]),
-        f"≥ {row.task.threshold:g}: {interval(steps)}",
-        interval(steps / rate.median, " s") if rate else "",
-        f"{short(rate.median)} [{short(rate.low)}, {short(rate.high)}]" if rate else "",
-    ]
-    return "| " + " | ".join(cells) + " |"
-
-
-def choose_colors(systems: Iterable[str]) -> dict[str, str]:
-    """A color for each system; scripts and peers in several figures keep theirs."""
-    kinds = ("ppo_obs_norm", "purejaxrl", "rejax", "stoix", "cleanrl")
-    own = dict(zip(kinds, COLORS[1:], strict=False))
-    kinds = [system.split()[0] for system in systems]
-    colors = {kind: own[kind] for kind in kinds if kind in own}  # of the first with that name
-    free = [color for color in COLORS if color not in colors.values()]
-    if colors:
-        free.sort(key=lambda color: color in own.values())  # those of absent systems last
-    return {x: colors.pop(x.split()[0], None) or free.pop(0) for x in systems}
-
-
-@matplotlib.rc_context(STYLE)
-def draw(panels: dict[str, list[tuple[Row, Curve]]], rates: dict, path: Path):
-    """A panel per environment against steps, and below it, where measured, against seconds.
-
-    The seconds are on a logarithmic axis where a system takes ten times as long as another.
-    """
-    rows = [row for curves in panels.values() for row, _ in curves]
-    systems = dict.fromkeys(row.system for row in rows)
-    colors = choose_colors(systems)
-    timed = any(row.name in rates for row in rows)
-    width = min(4, len(panels))
-    blocks = -(-len(panels) // width)
-    height = blocks * (6.0 if timed else 3.2)
-    figure = matplotlib.figure.Figure(figsize=(4.2 * width, height))
-    grid = figure.subplots(blocks * (1 + timed), width, squeeze=False)
-    grid = grid.reshape(blocks, 1 + timed, width).swapaxes(1, 2).reshape(-1, 1 + timed)
-    for column in grid[len(panels) :].flat:
-        column.set_visible(False)
-    for (title, curves), column in zip(panels.items(), grid, strict=False):
-        if timed:
-            column[1].sharey(column[0])
-        for row, curve in curves:
-            color = colors[row.system]
-            band = bootstrap(curve.values)
-            style = {"color": color, "linestyle": "--" if row.kind in PEERS else "-"}
-            scales = (1.0, rates[row.name].median if row.name in rates else None)
-            for axes, scale in zip(column, scales, strict=False):
-                if scale:
-                    x = curve.steps / scale
-                    axes.plot(x, iqm(curve.values), label=row.system, **style)
-                    axes.fill_between(x, *band, color=color, **BAND)
-        title += ", win rate" * curves[0][0].task.wins
-        column[0].set(title=title, xlabel="environment steps", xlim=(0, None))
-        column[0].xaxis.set_major_formatter(EngFormatter(sep=""))
-        ends = [x.steps[-1] / rates[row.name].median for row, x in curves if row.name in rates]
-        if ends and max(ends) > 10 * min(ends):
-            column[1].set_xscale("log")
-        else:
-            column[-1].set(xlim=(0, None))
-        if timed:
-            column[1].set(xlabel="training seconds of one seed")
-            column[1].set_visible(any(row.name in rates for row, _ in curves))
-        for axes in column:
-            axes.axhline(row.task.threshold, color="#5b6372", linewidth=0.8, linestyle=":")
-    for axes in grid[::width].flat:
-        axes.set_ylabel("return")
-    lines = [line for axes in figure.axes for line in axes.get_lines()]
-    handles = {line.get_label(): line for line in lines if line.get_label() in colors}
-    labels = []
-    for system in systems:
-        fewer = {x.seeds for x in rows if x.system == system and x.seeds < x.task.seeds}
-        counts = " or ".join(map(str, sorted(fewer)))
-        labels.append(f"{system} ({counts} seeds)" if fewer else system)
-    handles = [handles[system] for system in systems]
-    figure.legend(handles=handles, labels=labels, loc="outside lower center", ncols=2 * width)
-    figure.savefig(path)
-
-
-INTRODUCTION = """# Results
-
-Written by `python benchmarks/learning.py --report` from the CSVs in
-[benchmarks/results](../benchmarks/results), which hold the command, commit and versions of every
-curve. Python 3.11 and no GPU, but for the [last section](#on-a-gpu), whose tables were copied from
-the output of `benchmarks/gpu.py`.
-
-- **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
-  interval, then mean ± standard deviation, in the last 5% of the steps. Evaluations on full fresh
-  episodes; training returns, marked so, of a peer that does not evaluate.
-- **steps**: the length of training, over which learning rates decay. It differs where a peer is
-  slow: compare returns at equal lengths.
-- **steps, seconds to** a threshold: median over seeds and its 95% bootstrap interval, of the first
-  point of the curve at or above it. Curves have a point per evaluation, those of training returns
-  up to 50 (fewer where episodes end together). A seed that is there at the first point may have
-  been earlier. Seconds are steps divided by the steps/s of one seed. In these columns, an interval
-  that rounds to a single value is omitted.
-- **steps/s** ([clock.csv](../benchmarks/results/clock.csv)): measured with
-  `python benchmarks/learning.py --clock`, for peers also `--peers`; without evaluation and
-  compilation, on two idle cores of a virtual server, with the systems of a task taking turns:
-  median of the timed calls [slowest, fastest]. The server's speed varies by a factor of two from
-  day to day: compare steps/s only within an environment of a section.
-- Our scripts run with the defaults of the commit in the CSV, except for the options in the command.
-  Peers run with their published settings for the environment, else with those of their default
-  environment ([details](../benchmarks/peers.md#learning-curves)); a learning rate or number of
-  environments that was changed is in the name. CleanRL on the continuous tasks and Stoix on
-  MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix on Pendulum-v1: ten instead of 32.
-
-Peers: {peers}.
-Speed with identical networks and sizes: [benchmarks/RESULTS.md](../benchmarks/RESULTS.md).
-"""
-TRIAL_INTRODUCTION = """
-`Which place pays`: its tasks are written by `python benchmarks/make_rulesets.py runs/places.bz2`.
-
-Returns of the episodes of a trial, on test tasks, which training never draws (mean ± standard
-deviation over seeds):
-"""
-LEVEL_INTRODUCTION = """
-The networks differ: a small CNN in `ppo_ff.py`, MLPs on flattened observations in PureJaxRL and
-Stoix, as in their published settings.
-
-Time to reach PureJaxRL's final return (IQM over its seeds):
-
-| environment | final return | system | steps to it | seconds to it |
-|---|---|---|---|---|
-"""
-ABLATION_INTRODUCTION = """
-## Ablations
-
-One detail changed at a time, by options or by replacements in the script's text
-([ablations.py](../benchmarks/ablations.py); the CSV names them):
-`python benchmarks/learning.py --ablations`. Where the intervals of a change and of the unchanged
-script overlap, these seeds do not show a difference; an effect may still exist.
-"""
-GPU_INTRODUCTION = """
-## On a GPU
-
-Measured with `python benchmarks/gpu.py`: [the file](../benchmarks/results/gpu.md), [what it
-shows](../benchmarks/RESULTS.md#on-a-gpu). Steps/s of the command lines: those of the whole run, as
-in its `summary.json`; of the other tables: the median of three calls after a warm-up.
-
-"""
-ABLATION_HEADER = """
-| change | return (IQM) | mean ± std | seeds | steps to the threshold |
-|---|---|---|---|---|
-"""
-CSVS = "../benchmarks/results"
-HEADER = """
-| environment | system | return | mean ± std | seeds | steps | steps to | seconds to | steps/s |
-|---|---|---|---|---|---|---|---|---|
-"""
-
-
-def file_name(section: str) -> str:
-    return re.sub(r"\W+", "_", section.lower())
-
-
-def read_clock() -> list[dict[str, str]]:
-    path = RESULTS / "clock.csv"
-    return list(csv.DictReader(path.read_text().splitlines())) if path.exists() else []
-
-
-def read_results() -> tuple[dict[str, list[tuple[Row, Curve]]], dict[str, Rate]]:
-    """{section: rows and curves} of the CSVs that exist, and steps/s by name."""
-    curves = {}
-    for section, tasks in SECTIONS.items():
-        rows = [Row(task, system) for task in tasks for system in task.systems]
-        paths = [RESULTS / f"{row.name}.csv" for row in rows]
-        found = [(row, path) for row, path in zip(rows, paths, strict=True) if path.exists()]
-        curves[section] = [(row, read_curve(path)) for row, path in found]
-    measured = ("steps_per_second", "min", "max")
-    rates = {x["name"]: Rate(*(float(x[k]) for k in measured)) for x in read_clock()}
-    return curves, rates
-
-
-def report() -> str:
-    """The text of docs/results.md."""
-    results, rates = read_results()
-    kinds = {row.kind for curves in results.values() for row, _ in curves}
-    peers = "; ".join(text for kind, text in PEERS.items() if kind in kinds)
-    machine_of = {row["name"]: row["machine"] for row in read_clock()}
-    text = INTRODUCTION.format(peers=peers)
-    for section, curves in results.items():
-        if not curves:
-            continue
-        machines = {machine_of[row.name] for row, _ in curves if row.name in machine_of}
-        text += f"\n## {section}\n"
-        text += f"\nSteps/s on: {', '.join(sorted(machines))}.\n" if machines else ""
-        text += HEADER
-        text += "\n".join(table_row(row, x, rates.get(row.name)) for row, x in curves)
-        text += f"\n\n![Learning curves: {section}](results/{file_name(section)}.png)\n\n"
-        text += "Commands:\n\n```bash\n"
-        for row, curve in curves:
-            text += "" if row.kind in PEERS else f"{curve.about['command']}\n"
-        text += "```\n"
-        trials = [row for row, _ in curves if row.kind == "ppo_meta"]
-        text += trial_table(trials) if trials else ""
-        text += level_table(curves, rates) if section == "MinAtar" else ""
-    text += ablation_tables()
-    path = RESULTS / "gpu.md"
-    return text + GPU_INTRODUCTION + path.read_text() if path.exists() else text
-
-
-def trial_table(rows: list[Row]) -> str:
-    """Returns of the episodes of a trial in the last 5% of the steps, and last / first."""
-    text = ""
-    for row in rows:
-        lines = (RESULTS / f"{row.name}.csv").read_text().splitlines()
-        table = np.array([x.split(",") for x in lines if x[:1].isdigit()], float)
-        table = table[table[:, 1] > 0.95 * table[:, 1].max()]
-        episodes = np.stack([table[table[:, 0] == k, 3:].mean(0) for k in np.unique(table[:, 0])])
-        ratio = episodes[:, -1] / episodes[:, 0]  # [S]
-        if not text:
-            names = [f"episode {k + 1}" for k in range(episodes.shape[1])]
-            names = ["environment", "system", *names, "last / first"]
-            text = f"{TRIAL_INTRODUCTION}\n| {' | '.join(names)} |\n" + "|---" * len(names) + "|\n"
-        cells = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (*episodes.T, ratio)]
-        link = f"[{row.system}]({CSVS}/{row.name}.csv)"
-        text += f"| {row.task.title} | {link} | {' | '.join(cells)} |\n"
-    return text
-
-
-def level_table(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
-    """Steps and seconds of every system to PureJaxRL's final return."""
-    ends = {row.task.title: iqm(final_returns(x)) for row, x in curves if row.kind == "purejaxrl"}
-    text = LEVEL_INTRODUCTION
-    for row, curve in curves:
-        if row.task.title not in ends:
-            continue
-        level, rate = ends[row.task.title], rates.get(row.name)
-        steps = steps_to(curve, level)
-        seconds = interval(steps / rate.median, " s") if rate else ""
-        cells = [row.task.title, f"{level:.3g}", row.system, interval(steps), seconds]
-        text += "| " + " | ".join(cells) + " |\n"
-    return text
-
-
-def ablation_tables() -> str:
-    """One table per task: the script, then each of its changes."""
-    text = ""
-    for task in ABLATIONS:
-        base = next(iter(task.systems))
-        rows = [Row(task, system) for system in task.systems]
-        found = [row for row in rows if (RESULTS / f"{row.name}.csv").exists()]
-        if len(found) < 2:
-            continue
-        text += f"\n### {task.title}, `{base}.py`\n{ABLATION_HEADER}"
-        for row in found:
-            curve = read_curve(RESULTS / f"{row.name}.csv")
-            final = final_returns(curve)
-            low, high = bootstrap(final[None])[:, 0]
-            cells = [
-                f"[{row.system.removeprefix(base).strip() or 'none'}]({CSVS}/{row.name}.csv)",
-                f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]",
-                f"{final.mean():.4g} ± {three_digits(final.std())}",
-                str(len(final)),
-                interval(steps_to(curve, task.threshold)),
-            ]
-            text += "| " + " | ".join(cells) + " |\n"
-    return text and ABLATION_INTRODUCTION + text
-
-
-def draw_all():
-    (ROOT / "docs" / "results").mkdir(exist_ok=True)
-    results, rates = read_results()
-    for section, curves in results.items():
-        panels = {}
-        for row, curve in curves:
-            panels.setdefault(row.task.title, []).append((row, curve))
-        if panels:
-            draw(panels, rates, ROOT / "docs" / "results" / f"{file_name(section)}.png")
-
-
+# ----------------------------------------------- main
 def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -940,8 +586,9 @@ def main():
         return learn(*args.learn)
     peers = {name: Path(path).resolve() for name, path in (x.split("=") for x in args.peers)}
     if args.report:
-        (ROOT / "docs" / "results.md").write_text(report())
-        draw_all()
+        import report
+
+        report.write()
     elif args.clock:
         clock(all_rows(args.only), peers, args.rounds)
     else:

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import learning
+import report
 
 from plot import BAND, COLORS, STYLE, bootstrap, iqm
 
@@ -41,7 +42,7 @@ def main():
     figure = matplotlib.figure.Figure(figsize=(10, 3.6))  # shown 800 pixels wide
     for axes, (title, systems) in zip(figure.subplots(1, 3), PANELS.items(), strict=True):
         for file, label in systems.items():
-            curve = learning.read_curve(learning.RESULTS / f"{file}.csv")
+            curve = report.read_curve(learning.RESULTS / f"{file}.csv")
             color = PEERS.get(label, OURS)
             style = "--" if label in PEERS else "-"
             axes.plot(curve.steps, iqm(curve.values), style, color=color, label=label)

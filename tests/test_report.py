@@ -1,4 +1,4 @@
-"""docs/results.md is what the CSVs in benchmarks/results say, and its statistics are right."""
+"""docs/results.md and docs/results are what benchmarks/results says; the statistics are right."""
 
 import re
 import sys
@@ -13,12 +13,13 @@ from scipy import stats
 sys.path.append(str(ROOT / "benchmarks"))
 import ablations
 import learning
+import report
 
 ABLATIONS = learning.all_rows("", learning.ABLATIONS)
 CHANGES = [row for row in ABLATIONS if row.system != row.kind]  # without the unchanged scripts
 ROWS = [*learning.all_rows(""), *ABLATIONS]
 ROWS = [row for row in ROWS if (learning.RESULTS / f"{row.name}.csv").exists()]
-RATES = learning.read_results()[1]
+RATES = report.read_results()[1]
 TASKS = [task for tasks in learning.SECTIONS.values() for task in tasks]
 CSV = """# command: python ppo_ff.py
 # commit: 0123456
@@ -34,7 +35,70 @@ seed,env_steps,return
 
 
 def test_the_report_is_that_of_the_files():
-    assert (ROOT / "docs" / "results.md").read_text() == learning.report()
+    pages = report.report()
+    for path, text in pages.items():
+        assert (ROOT / "docs" / path).read_text() == text, path
+    written = {f"results/{path.name}" for path in (ROOT / "docs" / "results").glob("*.md")}
+    assert written - {"results/CONTRIBUTING.md"} == {*pages} - {"results.md"}
+
+
+def test_the_pictures_are_those_that_the_pages_show():
+    shown = set()
+    for text in report.report().values():
+        shown |= {name.split("/")[-1] for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)}
+    assert {path.name for path in (ROOT / "docs" / "results").glob("*.png")} == shown
+    results, rates = report.read_results()
+    for section, curves in results.items():
+        for panels, _ in report.pictures_of(section, curves, rates).values():
+            assert 1 <= len(panels) <= 6
+
+
+def test_the_first_table_fits_on_a_screen():
+    text = (ROOT / "docs" / "results.md").read_text()
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) - 2 == len(report.OVERVIEW) <= 25
+
+
+def test_one_line_and_one_csv_add_a_system(tmp_path, monkeypatch):
+    """As docs/results/CONTRIBUTING.md says: a peer, and an environment."""
+    sections = {
+        "Classic control": [
+            learning.Task("CartPole-v1", 2.5, 3, {"ppo_ff": "", "mylib lr 1e-4": "v1.2, ppo.py"})
+        ],
+        "Card games": [learning.Task("Snap-v0", 2.5, 3, {"ppo_ff": "--env-id Snap-v0"})],
+    }
+    monkeypatch.setattr(learning, "SECTIONS", sections)
+    monkeypatch.setattr(learning, "RESULTS", tmp_path)
+    for name in ("CartPole-v1__ppo_ff", "CartPole-v1__mylib-lr-1e-4", "Snap-v0__ppo_ff"):
+        (tmp_path / f"{name}.csv").write_text(CSV.replace("# com", "# peer: MyLib 1.2\n# com"))
+    pages = report.report()
+    assert "| mylib, learning rate 1e-4 | 4 [3, 5] |  |" in pages["results.md"]
+    assert "Peers: MyLib 1.2." in pages["results.md"]
+    row = "| [mylib, learning rate 1e-4](../../benchmarks/results/CartPole-v1__mylib-lr-1e-4.csv) |"
+    assert (
+        f"{row} 4 [3, 5] | 4 ± 0.816 | 3 | 200 | 200 |  |  |"
+        in (pages["results/classic_control.md"])
+    )
+    assert "## Snap-v0" in pages["results/card_games.md"]
+    monkeypatch.setattr(report, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(report, "PICTURED", ["CartPole-v1"])
+    (tmp_path / "docs").mkdir()
+    report.write()
+    drawn = {path.name for path in (tmp_path / "docs" / "results").glob("*.png")}
+    assert drawn == {"overview.png", "classic_control.png", "card_games.png"}
+
+
+def test_a_peer_is_shown_with_its_best_settings():
+    systems = dict.fromkeys(["ppo_ff", "stoix 16 envs", "stoix 64 envs lr 1e-3", "rejax"], "")
+    task = learning.Task("Pong", 9.0, 2, systems)
+    curve = lambda x: report.Curve({}, np.array([50, 100]), np.full((2, 2), x))
+    curves = [(learning.Row(task, name), curve(i)) for i, name in enumerate(systems)]
+    shown, others = report.split_variants(curves)
+    assert [row.system for row, _ in shown] == ["ppo_ff", "stoix 64 envs lr 1e-3", "rejax"]
+    assert [row.system for row, _ in others] == ["stoix 16 envs"]
+    assert report.label("stoix 64 envs lr 1e-3") == "Stoix, 64 environments, learning rate 1e-3"
+    assert report.label("purejaxrl LR=5e-3") == "PureJaxRL, learning rate 5e-3"
+    assert report.label("ppo_ff") == "ppo_ff"
 
 
 # The first edition of the scripts chose these by itself, from the environment or the rule.
@@ -63,7 +127,7 @@ def commands(row):
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_every_curve_names_its_command_and_commit(row):
-    curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
+    curve = report.read_curve(learning.RESULTS / f"{row.name}.csv")
     assert {"command", "commit", "versions", "returns"} <= set(curve.about)
     assert "with changes" not in curve.about["commit"]
     assert curve.values.shape == (len(curve.steps), curve.values.shape[1])
@@ -73,7 +137,7 @@ def test_every_curve_names_its_command_and_commit(row):
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.title)
 def test_every_curve_is_that_of_the_table(task):
     for row in (learning.Row(task, system) for system in task.systems):
-        curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
+        curve = report.read_curve(learning.RESULTS / f"{row.name}.csv")
         assert curve.about["command"] in commands(row)
         if row.kind in learning.PEERS:
             assert curve.about["settings"] == row.settings
@@ -99,13 +163,13 @@ def test_the_readme_shows_the_results(script):
     *_, shown, _ = (cell.strip() for cell in line.strip("|").split("|"))
     if script == "ppo_meta":  # a return per episode of the trial
         (row,) = (row for row in ROWS if row.name == README_ROWS[script])
-        table = learning.trial_table([row]).splitlines()[-1]
+        table = report.trial_table([row]).splitlines()[-1]
         _, *later = re.findall(r"([\d.]+) ±", table)[:4]
         assert set(later) == {later[0]}
         assert shown == f"{later[0]} in episodes 2 to 4 ({row.seeds} seeds)"
         return
-    curve = learning.read_curve(learning.RESULTS / f"{README_ROWS[script]}.csv")
-    final = learning.final_returns(curve)
+    curve = report.read_curve(learning.RESULTS / f"{README_ROWS[script]}.csv")
+    final = report.final_returns(curve)
     mean, _, deviation = shown.split()[:3]
     for number, value in ((mean, final.mean()), (deviation, final.std())):
         assert number == f"{value:.{len(number.partition('.')[2])}f}"
@@ -120,7 +184,7 @@ def test_no_file_is_without_its_row():
 
 @pytest.mark.parametrize("row", CHANGES, ids=lambda row: row.name)
 def test_every_ablation_is_that_of_the_table(row):
-    curve = learning.read_curve(learning.RESULTS / f"{row.name}.csv")
+    curve = report.read_curve(learning.RESULTS / f"{row.name}.csv")
     assert curve.about["command"] in commands(row)
     assert curve.values.shape[1] == row.seeds
 
@@ -166,31 +230,31 @@ def test_a_change_that_does_not_fit_is_an_error():
 
 def test_a_curve_is_read_by_seed(tmp_path):
     (tmp_path / "x.csv").write_text(CSV)
-    curve = learning.read_curve(tmp_path / "x.csv")
+    curve = report.read_curve(tmp_path / "x.csv")
     assert curve.about["command"] == "python ppo_ff.py"
     np.testing.assert_array_equal(curve.steps, [100, 200])
     np.testing.assert_array_equal(curve.values, [[1, 2, 0], [5, 4, 3]])
-    np.testing.assert_array_equal(learning.final_returns(curve), [5, 4, 3])
-    np.testing.assert_array_equal(learning.steps_to(curve, 2), [200, 100, 200])
-    np.testing.assert_array_equal(learning.steps_to(curve, 4), [200, 200, np.inf])
+    np.testing.assert_array_equal(report.final_returns(curve), [5, 4, 3])
+    np.testing.assert_array_equal(report.steps_to(curve, 2), [200, 100, 200])
+    np.testing.assert_array_equal(report.steps_to(curve, 4), [200, 200, np.inf])
 
 
 def test_the_level_is_the_final_return_of_the_peer():
     task = learning.Task("Pong", 9.0, 2, {"ppo_ff": "", "purejaxrl": ""})
     steps = np.array([50, 100])
-    ours = learning.Curve({}, steps, np.array([[1.0, 6.0], [7.0, 6.0]]))
-    peer = learning.Curve({}, steps, np.array([[0.0, 1.0], [4.0, 6.0]]))
+    ours = report.Curve({}, steps, np.array([[1.0, 6.0], [7.0, 6.0]]))
+    peer = report.Curve({}, steps, np.array([[0.0, 1.0], [4.0, 6.0]]))
     curves = [(learning.Row(task, "ppo_ff"), ours), (learning.Row(task, "purejaxrl"), peer)]
-    table = learning.level_table(curves, {"Pong__ppo_ff": learning.Rate(10.0, 9.0, 11.0)})
+    table = report.level_table(curves, {"Pong__ppo_ff": report.Rate(10.0, 9.0, 11.0)})
     *_, first, second = table.splitlines()
     assert first == "| Pong | 5 | ppo_ff | 100 [50, 100] | 10 s [5 s, 10 s] |"
-    assert second == "| Pong | 5 | purejaxrl | never [100, never] |  |"
+    assert second == "| Pong | 5 | PureJaxRL | never [100, never] |  |"
 
 
 def test_a_missing_training_return_is_interpolated(tmp_path):
     lines = ["# peer: x", "seed,env_steps,return", "0,1,0", "1,1,1", "1,2,3", "0,3,4", "1,3,5"]
     (tmp_path / "x.csv").write_text("\n".join(lines))
-    curve = learning.read_curve(tmp_path / "x.csv")
+    curve = report.read_curve(tmp_path / "x.csv")
     np.testing.assert_array_equal(curve.values, [[0, 1], [2, 3], [4, 5]])
 
 
@@ -210,16 +274,16 @@ def test_peers_are_described_and_slow_ones_have_fewer_seeds():
 
 def test_the_interval_of_the_median_is_that_of_scipy():
     values = np.random.default_rng(1).normal(size=9)
-    median, low, high = learning.median_interval(values)
+    median, low, high = report.median_interval(values)
     result = stats.bootstrap((values,), np.median, method="percentile", n_resamples=20_000)
     assert median == np.median(values)
     reference = result.confidence_interval
     np.testing.assert_allclose([low, high], [reference.low, reference.high], atol=0.15)
-    assert learning.median_interval(np.array([1.0, np.inf, np.inf]))[0] == np.inf
+    assert report.median_interval(np.array([1.0, np.inf, np.inf]))[0] == np.inf
 
 
 @pytest.mark.parametrize(
     ("value", "text"), [(np.inf, "never"), (500.0, "500"), (20_480.0, "20.5k"), (1e6, "1M")]
 )
 def test_numbers_are_short(value, text):
-    assert learning.short(value) == text
+    assert report.short(value) == text
