@@ -178,8 +178,6 @@ PLACES = (
 )
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
-REFERENCE = "--env-id MPE_simple_reference_v3"
-SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
 SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
@@ -237,37 +235,7 @@ SECTIONS = {
                 "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
                 "ippo_rnn": SPREAD,
                 "mappo": SPREAD,
-                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6",
-                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6",
             },
-        ),
-        Task(
-            "MPE_simple_reference_v3",
-            -30,
-            5,
-            {
-                "ippo": REFERENCE,
-                "ippo_rnn": REFERENCE,
-                "mappo": REFERENCE,
-                "jaxmarl ippo_rnn": (
-                    "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
-                ),
-                "jaxmarl mappo_rnn": (
-                    "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
-                ),
-            },
-        ),
-        Task(
-            "HeuristicEnemySMAX/3m",
-            0.7,
-            5,
-            {
-                "ippo_rnn": SMAX_3M,
-                "mappo": SMAX_3M,
-                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
-                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
-            },
-            wins=True,
         ),
     ],
     "Discovered rule": [

@@ -42,8 +42,6 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "MiniGrid-MemoryS8 trials": "ppo_meta",
     "Pendulum-v1 without velocity": "ppo_vtrace",
     "MPE_simple_spread_v3": "ippo",
-    "MPE_simple_reference_v3": "mappo",
-    "HeuristicEnemySMAX/3m": "mappo",
     "Catch-8x8": "disco",
 }
 PICTURED = [
