@@ -515,7 +515,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
     The axis is logarithmic for seconds, and for steps where learning is over early: otherwise
     curves lie on each other at the edges of the panel.
     """
-    width = min(3, len(panels))
+    width = 2 if len(panels) == 4 else min(3, len(panels))
     height = -(-len(panels) // width)
     names = {name(row.system): row.is_peer for curves in panels.values() for row, _ in curves}
     names = sorted(names, key=names.get)  # ours first

@@ -191,6 +191,7 @@ test_tools: test_a_notebook_runs_from_top_to_bottom[sweep
 test_tools: test_a_notebook_runs_from_top_to_bottom[xland
 test_vtrace: test_an_interrupted_run_continues_to_the_same_bits
 test_vtrace: test_options_change_what_is_trained
+test_vtrace: test_two_devices_learn_what_one_learns_from_the_environments_of_both
 test_xland: test_trains_on_a_benchmark[options1
 """
 SLOW = [line.split(": ") for line in SLOW.strip().splitlines()]
