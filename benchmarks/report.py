@@ -99,8 +99,8 @@ SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every pictu
     "cleanrl": PINK,
     "xland": PURPLE,
     "jaxmarl ippo_rnn": PINK,
-    "jaxmarl mappo_rnn": BROWN,
-    "jaxmarl": GOLD,
+    "jaxmarl mappo_rnn": GOLD,
+    "jaxmarl": BROWN,
 }
 
 
@@ -203,12 +203,19 @@ def return_of(curve: Curve) -> str:
     return f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]"
 
 
-def label(system: str) -> str:
-    """The name of a system, the same everywhere."""
-    kind, *words = system.split()
+def label(row: Row) -> str:
+    """The name of a system with its settings, the same everywhere."""
+    kind, *words = row.system.split()
+    if not row.is_peer and not words and "--num-envs" in row.words:
+        words = [row.words[row.words.index("--num-envs") + 1], "envs"]
     options = re.sub(r"(?:^| )(?:LR=|lr )(\S+)", r", learning rate \1", " ".join(words))
     options = re.sub(r"(\d+) envs", r"\1 environments", options).removeprefix(", ")
     return ", ".join(filter(None, [PEER_NAMES.get(kind, kind), options]))
+
+
+def short_label(row: Row) -> str:
+    """In pictures, where tables have the settings of peers."""
+    return label(row).split(",")[0] if row.is_peer else label(row)
 
 
 def family_of(row: Row) -> str:
@@ -237,46 +244,69 @@ def file_name(section: str) -> str:
 # --------------------------------------------- pages
 FIRST_PAGE = """# Results
 
-Every line is measured: [how](#how-it-was-measured). The commands link to the curve of each seed.
-Gymnasium, Craftax and other families: [environments](environments.md). Speed at equal networks and
-sizes: [benchmarks](../benchmarks/RESULTS.md).
+All numbers are measured ([how](#how-it-was-measured)). Each command links to the curves of all
+seeds; a peer is another implementation of PPO. Gymnasium, Craftax and others:
+[environments](environments.md). Speed with equal networks and sizes:
+[benchmarks](../benchmarks/RESULTS.md).
 
 {table}
 
 ![Learning curves in six environments](results/overview.png)
 
-All systems, settings and commands: {pages}.
+{caption}
+
+All environments, systems and our commands: {pages}.
 [Add a system or an environment](results/CONTRIBUTING.md).
 
 ## How it was measured
 
 The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit and versions of
 every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, no
-GPU. **Most curves of our scripts are older than the scripts**: they were measured at the commits
-in the CSVs, and later editions changed random numbers. The commands above are today's, with the
-same settings; options of evaluation and the number of seeds are left out.
+GPU. **Most of our curves were measured with earlier versions of the scripts** (the commits in the
+CSVs). Later versions changed the random numbers: today's commands, with the same settings, give
+similar but not identical curves. Options of evaluation and the number of seeds are left out.
+
+For each environment the table has one script, chosen after seeing the results. How settings were
+found, on which environments and seeds: [ours](../benchmarks/tuning.md),
+[peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
-  interval, in the last 5% of the steps. Evaluations on full fresh episodes; training returns,
-  marked (t), of a peer that does not evaluate. In SMAX: the share of training episodes that were
-  won.
+  interval, in the last 5% of the steps. Evaluations play 128 full episodes from fresh resets (32 in
+  MinAtar, Brax) with sampled actions. Training returns of a peer that does not evaluate are marked
+  (t): small differences from evaluations mean nothing. "wins" is the share of training episodes
+  that were won.
+- **seeds**: five to 32, on the pages. CleanRL on the continuous tasks and Stoix on
+  MountainCarContinuous-v0 are slow on a CPU: three. Stoix on Pendulum-v1: ten, where ours have 32.
 - **time**: training of one seed on two idle cores of a virtual server, without evaluation and
-  compilation: steps divided by the steps/s that `python benchmarks/learning.py --clock` measures,
-  the systems of a task taking turns ([clock.csv](../benchmarks/results/clock.csv)). The server's
-  speed varies by a factor of two from day to day: compare within an environment only.
-- **best peer**: that with the highest return, whatever its settings. Peers run with their published
-  settings for the environment, else with those of their default environment
-  ([details](../benchmarks/peers.md#learning-curves)); what was changed is in the name. CleanRL on
-  the continuous tasks and Stoix on MountainCarContinuous-v0 are slow on a CPU: three seeds. Stoix
-  on Pendulum-v1: ten instead of 32.
-- On the pages of the families, **steps to** a threshold is the median over seeds of the first point
-  of the curve at or above it, with its 95% bootstrap interval. Curves have a point per evaluation,
-  those of training returns up to 50. A seed that is there at the first point may have been earlier.
-  An interval that rounds to a single value is omitted. **steps/s** is the median of the timed
-  calls [slowest, fastest]. Of a peer with several settings, tables and pictures have those with the
-  highest return; the others have a table of their own.
+  compilation (which takes 5 to 30 s more): steps divided by the steps/s that
+  `python benchmarks/learning.py --clock` measures, the systems of a task taking turns
+  ([clock.csv](../benchmarks/results/clock.csv)). The server's speed varies by a factor of two from
+  day to day: compare within an environment only. XLand-MiniGrid is timed with its own layers, which
+  are made for GPUs: with equivalent matrix products it is nine times as fast here.
+- **best peer**: that with the highest return over all its settings. Peers run with their published
+  settings for the environment, else with those of their default environment; what was changed is in
+  the name.
+- On the pages of the families, **mean ± std** has the standard deviation of these seeds. **steps
+  to** a threshold is the median over seeds of the first point of the curve at or above it, with its
+  95% bootstrap interval; it can differ from where the drawn interquartile mean crosses. Curves have a
+  point per evaluation, those of training returns up to 50. A seed above the threshold at the first
+  point may have reached it earlier. Without brackets, both ends round to the median; "never" means
+  that at least half of the seeds did not get there. Thresholds are ours, near what solves a task.
+  **steps/s** is the median of the timed calls [slowest, fastest]. If a peer was run with several
+  settings, the tables and pictures show those with the highest return; the others follow in a table
+  of their own.
 
 Peers: {peers}.
+"""
+CAPTION = """Lines: interquartile means over seeds, solid ours, dashed peers. Bands: 95% bootstrap
+intervals. Dotted: the threshold in the tables."""
+COMMANDS = """
+## Commands
+
+Run these at the commit in the CSV: some defaults have changed since. [Results](../results.md) has
+commands of today.
+
+```bash
 """
 PAGE = """# {section}
 
@@ -346,7 +376,8 @@ def first_page(results, rates) -> str:
         theirs = [x for x in of_task if x[0].is_peer]
         if ours:
             peer = max(theirs, key=lambda x: iqm(final_returns(x[1])), default=None)
-            text += overview_row(*ours[0], peer, rates)
+            shorter = [x for x in of_task if x[0].system == f"{system} 1M steps"]
+            text += overview_row(*ours[0], peer, shorter, rates)
     links = [
         f"[{section}](results/{file_name(section)}.md)"
         for section, found in results.items()
@@ -357,10 +388,11 @@ def first_page(results, rates) -> str:
     kinds = dict.fromkeys(row.kind for row, _ in curves if row.is_peer)
     about = {row.kind: curve.about.get("peer", row.kind) for row, curve in curves}
     peers = "; ".join(learning.PEERS.get(kind, about[kind]) for kind in kinds)
-    return FIRST_PAGE.format(table=text.strip(), pages=pages, peers=peers)
+    return FIRST_PAGE.format(table=text.strip(), caption=CAPTION, pages=pages, peers=peers)
 
 
-def overview_row(row: Row, curve: Curve, peer, rates: dict[str, Rate]) -> str:
+def overview_row(row: Row, curve: Curve, peer, shorter, rates: dict[str, Rate]) -> str:
+    """`shorter`: our system trained as long as the peer, where that differs."""
     time = lambda row, x: (
         duration(x.steps[-1] / rates[row.name].median) if row.name in rates else ""
     )
@@ -372,11 +404,13 @@ def overview_row(row: Row, curve: Curve, peer, rates: dict[str, Rate]) -> str:
         return_of(curve),
         time(row, curve),
     ]
+    if shorter:
+        early = f"{iqm(final_returns(shorter[0][1])):.2g}"
+        cells[2] += f"; {early} after {short(shorter[0][1].steps[-1])} steps"
     if peer:
         training = "" if row.task.wins or peer[1].about["returns"].startswith("eval") else " (t)"
-        steps = peer[1].steps[-1]
-        length = "" if 0.9 < steps / curve.steps[-1] < 1.1 else f", after {short(steps)} steps"
-        cells += [label(peer[0].system), return_of(peer[1]) + training + length, time(*peer)]
+        length = f" after {short(peer[1].steps[-1])} steps" if shorter else ""
+        cells += [label(peer[0]), return_of(peer[1]) + training + length, time(*peer)]
     else:
         cells += ["none", "", ""]
     return "| " + " | ".join(cells) + " |\n"
@@ -387,7 +421,7 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
     steps = steps_to(curve, row.task.threshold)
     training = "" if row.task.wins or curve.about["returns"].startswith("evaluations") else " (t)"
     cells = [
-        f"[{label(row.system)}]({CSVS}/{row.name}.csv){training}",
+        f"[{label(row)}]({CSVS}/{row.name}.csv){training}",
         return_of(curve),
         f"{final.mean():.4g} ± {three_digits(final.std())}",
         str(len(final)),
@@ -402,11 +436,12 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
 def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
     machine_of = {row["name"]: row["machine"] for row in read_clock()}
     machines = sorted({machine_of[row.name] for row, _ in curves if row.name in machine_of})
-    machines = f" Steps/s on: {', '.join(machines)}." if machines else ""
+    machines = f" Steps/s on virtual cores: {', '.join(machines)}." if machines else ""
     text = PAGE.format(section=section, machines=machines)
     for name in pictures_of(section, curves, rates):
         x = "seconds" if "_time" in name else "steps"
         text += f"\n![{section}: return against {x}]({name}.png)\n"
+    text += f"\n{CAPTION}\n"
     tasks = {row.task.title: row.task for row, _ in curves}
     shown, others = split_variants(curves)
     for title, task in tasks.items():
@@ -422,7 +457,7 @@ def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, 
             rows = [x for x in others if x[0].task == task]
             text += f"\n{title}:\n{HEADER.format(x=task.threshold)}" if rows else ""
             text += "".join(table_row(*x, rates.get(x[0].name)) for x in rows)
-    text += "\n## Commands\n\nOf the commit in the CSV:\n\n```bash\n"
+    text += COMMANDS
     text += "".join(f"{x.about['command']}\n" for row, x in curves if not row.is_peer)
     return text + "```\n"
 
@@ -441,7 +476,7 @@ def trial_table(rows: list[Row]) -> str:
             names = ["environment", "system", *names, "last / first"]
             text = f"{TRIALS}| {' | '.join(names)} |\n" + "|---" * len(names) + "|\n"
         cells = [f"{x.mean():.3f} ± {x.std():.3f}" for x in (*episodes.T, ratio)]
-        link = f"[{label(row.system)}]({CSVS}/{row.name}.csv)"
+        link = f"[{label(row)}]({CSVS}/{row.name}.csv)"
         text += f"| {row.task.title} | {link} | {' | '.join(cells)} |\n"
     return text
 
@@ -456,7 +491,7 @@ def level_table(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
         level, rate = ends[row.task.title], rates.get(row.name)
         steps = steps_to(curve, level)
         seconds = interval(steps / rate.median, " s") if rate else ""
-        cells = [row.task.title, f"{level:.3g}", label(row.system), interval(steps), seconds]
+        cells = [row.task.title, f"{level:.3g}", label(row), interval(steps), seconds]
         text += "| " + " | ".join(cells) + " |\n"
     return text
 
@@ -493,6 +528,15 @@ def color_of(system: str) -> str:
     return SYSTEM_COLORS[max(begin, key=len)] if begin else BROWN
 
 
+def same_constant(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, float]]:
+    """Systems whose curves are constant and lie on each other, with the value."""
+    lines = [(row, iqm(curve.values)) for row, curve in curves]
+    height = max(x.max() for _, x in lines) - min(x.min() for _, x in lines)
+    flat = [(row, x[-1]) for row, x in lines if np.ptp(x) < 0.01 * height]
+    same = [(row, x) for row, x in flat if abs(x - flat[0][1]) < 0.01 * height]
+    return same if len(same) > 1 else []
+
+
 def timed_panels(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> list[str]:
     """Environments with a peer whose speed differs by half and more: time tells another story."""
     panels = by_title([x for x in split_variants(curves)[0] if x[0].name in rates])
@@ -509,15 +553,16 @@ def is_early(curves: list[tuple[Row, Curve]]) -> bool:
 
 
 @matplotlib.rc_context(STYLE | {"font.size": 10, "axes.labelsize": 10, "lines.linewidth": 1.6})
-def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, name=label):
+def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, name=short_label):
     """A panel per environment, at most six, against steps or, with rates, training seconds.
 
     The axis is logarithmic for seconds, and for steps where learning is over early: otherwise
-    curves lie on each other at the edges of the panel.
+    curves lie on each other at the edges of the panel. Where they are constant and do so in spite
+    of that, the panel names them.
     """
     width = 2 if len(panels) == 4 else min(3, len(panels))
     height = -(-len(panels) // width)
-    names = {name(row.system): row.is_peer for curves in panels.values() for row, _ in curves}
+    names = {name(row): row.is_peer for curves in panels.values() for row, _ in curves}
     names = sorted(names, key=names.get)  # ours first
     inches = 10 if width > 1 else 6  # 10 are shown 800 pixels wide
     columns = min(len(names), 12 * inches // (8 + max(map(len, names))))
@@ -537,14 +582,22 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
             style = {"color": color, "linestyle": "--" if row.is_peer else "-"}
             (line,) = axes.plot(x, iqm(curve.values), **style)
             axes.fill_between(x, *bootstrap(curve.values), color=color, **BAND)
-            lines.setdefault(name(row.system), line)
+            lines.setdefault(name(row), line)
         task = curves[0][0].task
         axes.axhline(task.threshold, color=GRAY, linewidth=0.8, linestyle=":")
         axes.set_title(title + ", wins" * task.wins, fontsize=10)
-        axes.set_xlabel("training seconds of one seed" if rates else "environment steps")
-        if rates or is_early(curves):
+        if constant := same_constant(curves):
+            text = "\n".join(name(row) for row, _ in constant)
+            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            axes.annotate(text, (0.97, constant[0][1]), fontsize=8, **place)
+        label_x = "training seconds of one seed" if rates else "environment steps"
+        is_log = rates or is_early(curves)
+        axes.set_xlabel(f"{label_x} (log)" if is_log else label_x)
+        if is_log:
             axes.set_xscale("log")
-            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            low, high = axes.get_xlim()
+            subs = (1, 2, 5) if high < 150 * low else (1,)
+            axes.xaxis.set_major_locator(LogLocator(subs=subs))
             axes.xaxis.set_minor_locator(NullLocator())
         else:
             axes.set_xlim(0, None)
@@ -588,9 +641,8 @@ def write():
     for path, text in report().items():
         (DOCS / path).write_text(text)
     results, rates = read_results()
-    # Settings of peers differ from panel to panel here: the pages of the families name them.
-    shorten = lambda system: label(system).split(",")[0]
-    draw(overview_panels(results), folder / "overview.png", name=shorten)
+    first_word = lambda row: label(row).split(",")[0]
+    draw(overview_panels(results), folder / "overview.png", name=first_word)
     for section, curves in results.items():
         for name, (panels, scale) in pictures_of(section, curves, rates).items():
             draw(panels, folder / f"{name}.png", scale)

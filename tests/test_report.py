@@ -96,9 +96,22 @@ def test_a_peer_is_shown_with_its_best_settings():
     shown, others = report.split_variants(curves)
     assert [row.system for row, _ in shown] == ["ppo_ff", "stoix 64 envs lr 1e-3", "rejax"]
     assert [row.system for row, _ in others] == ["stoix 16 envs"]
-    assert report.label("stoix 64 envs lr 1e-3") == "Stoix, 64 environments, learning rate 1e-3"
-    assert report.label("purejaxrl LR=5e-3") == "PureJaxRL, learning rate 5e-3"
-    assert report.label("ppo_ff") == "ppo_ff"
+    label = lambda name, options="": report.label(
+        learning.Row(task._replace(systems={name: options}), name)
+    )
+    assert label("stoix 64 envs lr 1e-3") == "Stoix, 64 environments, learning rate 1e-3"
+    assert label("purejaxrl LR=5e-3") == "PureJaxRL, learning rate 5e-3"
+    assert label("ppo_ff") == "ppo_ff"
+    assert label("ppo_ff", "--lr 1e-3 --num-envs 64") == "ppo_ff, 64 environments"
+
+
+def test_curves_that_hide_each_other_are_named():
+    task = learning.Task("Pong", 9.0, 2, dict.fromkeys(["ppo_ff", "rejax", "stoix", "cleanrl"], ""))
+    levels = {"ppo_ff": [-20, 5], "rejax": [-20, -20], "stoix": [-20, -19.9], "cleanrl": [5, 5]}
+    curve = lambda x: report.Curve({}, np.array([50, 100]), np.array([x, x], float).T)
+    curves = [(learning.Row(task, name), curve(x)) for name, x in levels.items()]
+    assert [row.system for row, _ in report.same_constant(curves)] == ["rejax", "stoix"]
+    assert report.same_constant(curves[::3]) == []
 
 
 # The first edition of the scripts chose these by itself, from the environment or the rule.
