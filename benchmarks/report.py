@@ -287,14 +287,14 @@ found, on which environments and seeds: [ours](../benchmarks/tuning.md),
   settings for the environment, else with those of their default environment; what was changed is in
   the name.
 - On the pages of the families, **mean ± std** has the standard deviation of these seeds. **steps
-  to** a threshold is the median over seeds of the first point of the curve at or above it, with its
-  95% bootstrap interval; it can differ from where the drawn interquartile mean crosses. Curves have
-  a point per evaluation, those of training returns up to 50. A seed above the threshold at the first
-  point may have reached it earlier. Without brackets, both ends round to the median; "never" means
-  that at least half of the seeds did not get there. Thresholds are ours, near what solves a task.
-  **steps/s** is the median of the timed calls [slowest, fastest]. If a peer was run with several
-  settings, the tables and pictures show those with the highest return; the others follow in a table
-  of their own.
+  to** a threshold is the median over seeds of the first point of the curve at or above it, with
+  its 95% bootstrap interval; it can differ from where the drawn interquartile mean crosses.
+  Curves have a point per evaluation, those of training returns up to 50. A seed above the
+  threshold at the first point may have reached it earlier. Without brackets, both ends round to
+  the median; "never" means that at least half of the seeds did not get there. Thresholds are
+  ours, near what solves a task. **steps/s** is the median of the timed calls [slowest, fastest].
+  If a peer was run with several settings, the tables and pictures show those with the highest
+  return; the others follow in a table of their own.
 
 Peers: {peers}.
 """
