@@ -477,19 +477,22 @@ for script in scripts:
 
 
 @pytest.fixture(scope="module")
-def many_devices(tmp_path_factory):
+def many_devices(tmp_path_factory, request):
     """Returns load(script, keys): state and metrics [4, ...] after two calls, by path.
 
     On emulated devices, all started from the "same" key, which makes them copies of each other, or
     from "different" ones.
     """
 
+    asking = [x.name for x in request.session.items if "many_devices" in x.fixturenames]
+    scripts = [script for script in SCRIPTS if any(f"[{script}" in name for name in asking)]
+
     @functools.cache
     def run(devices):
         folder = tmp_path_factory.mktemp("many_devices")
         paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
         environment = with_devices(devices) | {"PYTHONPATH": paths}
-        arguments = [str(devices), str(folder), *SCRIPTS]
+        arguments = [str(devices), str(folder), *scripts]
         command = [sys.executable, "-W", "ignore", "-c", MANY_DEVICES, *arguments]
         subprocess.run(command, env=environment, check=True, timeout=400)
         return folder

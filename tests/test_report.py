@@ -19,7 +19,7 @@ ABLATIONS = learning.all_rows("", learning.ABLATIONS)
 CHANGES = [row for row in ABLATIONS if row.system != row.kind]  # without the unchanged scripts
 ROWS = [*learning.all_rows(""), *ABLATIONS]
 ROWS = [row for row in ROWS if (learning.RESULTS / f"{row.name}.csv").exists()]
-RATES = report.read_results()[1]
+RESULTS, RATES = report.read_results()
 TASKS = [task for tasks in learning.SECTIONS.values() for task in tasks]
 CSV = """# command: python ppo_ff.py
 # commit: 0123456
@@ -34,22 +34,25 @@ seed,env_steps,return
 """
 
 
-def test_the_report_is_that_of_the_files():
-    pages = report.report()
+@pytest.fixture(scope="module")
+def pages():
+    return report.report()
+
+
+def test_the_report_is_that_of_the_files(pages):
     for path, text in pages.items():
         assert (ROOT / "docs" / path).read_text() == text, path
     written = {f"results/{path.name}" for path in (ROOT / "docs" / "results").glob("*.md")}
     assert written - {"results/CONTRIBUTING.md"} == {*pages} - {"results.md"}
 
 
-def test_the_pictures_are_those_that_the_pages_show():
+def test_the_pictures_are_those_that_the_pages_show(pages):
     shown = set()
-    for text in report.report().values():
+    for text in pages.values():
         shown |= {name.split("/")[-1] for name in re.findall(r"!\[[^]]*\]\(([^)]*)\)", text)}
     assert {path.name for path in (ROOT / "docs" / "results").glob("*.png")} == shown
-    results, rates = report.read_results()
-    for section, curves in results.items():
-        for panels, _ in report.pictures_of(section, curves, rates).values():
+    for section, curves in RESULTS.items():
+        for panels, _ in report.pictures_of(section, curves, RATES).values():
             assert 1 <= len(panels) <= 6
 
 
