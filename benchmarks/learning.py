@@ -178,6 +178,8 @@ PLACES = (
 )
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
+REFERENCE = "--env-id MPE_simple_reference_v3"
+SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
 SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
@@ -236,6 +238,33 @@ SECTIONS = {
                 "ippo_rnn": SPREAD,
                 "mappo": SPREAD,
             },
+        ),
+        Task(
+            "MPE_simple_reference_v3",
+            -40,
+            5,
+            {
+                "ippo": REFERENCE,
+                "ippo_rnn": REFERENCE,
+                "mappo": REFERENCE,
+                "mappo 4 epochs": f"{REFERENCE} --actor-epochs 4 --critic-epochs 4",
+                "jaxmarl ippo_rnn": (
+                    "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
+                ),
+                "jaxmarl mappo_rnn": (
+                    "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
+                ),
+            },
+        ),
+        Task(
+            "HeuristicEnemySMAX/3m",
+            0.7,
+            5,
+            {
+                "ippo_rnn": SMAX_3M,
+                "mappo": SMAX_3M,
+            },
+            wins=True,
         ),
     ],
     "Discovered rule": [

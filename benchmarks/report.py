@@ -42,6 +42,8 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "MiniGrid-MemoryS8 trials": "ppo_meta",
     "Pendulum-v1 without velocity": "ppo_vtrace",
     "MPE_simple_spread_v3": "ippo",
+    "MPE_simple_reference_v3": "mappo",
+    "HeuristicEnemySMAX/3m": "mappo",
     "Catch-8x8": "disco",
 }
 PICTURED = [
@@ -85,9 +87,10 @@ SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every pictu
     "ppo_meta reset memory": RED,
     "ppo_meta no memory": GRAY,
     "ppo_meta": BLUE,
-    "ippo 4 epochs": TEAL,
+    "ippo 4 epochs": PURPLE,
     "ippo_rnn": RED,
     "ippo": GRAY,
+    "mappo 4 epochs": TEAL,
     "mappo": BLUE,
     "disco random": GRAY,
     "disco policy_gradient": RED,
