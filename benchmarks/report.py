@@ -217,8 +217,8 @@ def label(row: Row) -> str:
 
 
 def short_label(row: Row) -> str:
-    """In pictures, where tables have the settings of peers."""
-    return label(row).split(",")[0] if row.is_peer else label(row)
+    """In pictures, which leave the settings of peers to the tables."""
+    return label(row._replace(system=family_of(row))) if row.is_peer else label(row)
 
 
 def family_of(row: Row) -> str:

@@ -105,6 +105,9 @@ def test_a_peer_is_shown_with_its_best_settings():
     assert label("stoix 64 envs lr 1e-3") == "Stoix, 64 environments, learning rate 1e-3"
     assert label("purejaxrl LR=5e-3") == "PureJaxRL, learning rate 5e-3"
     assert label("ppo_ff") == "ppo_ff"
+    short = lambda name: report.short_label(learning.Row(task, name))
+    assert short("stoix 64 envs lr 1e-3") == "Stoix"
+    assert short("jaxmarl mappo_rnn") == "JaxMARL, mappo_rnn"
     assert label("ppo_ff", "--lr 1e-3 --num-envs 64") == "ppo_ff, 64 environments"
 
 
