@@ -264,7 +264,7 @@ class Agent(nn.Module):
             action = jnp.broadcast_to(jnp.arange(self.num_actions), cell.shape[:-1])
         action = nn.one_hot(action, self.num_actions, dtype=cell.dtype)
         gates = dense(4 * config.model_size, "gates")
-        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # hidden before: output gate 1
+        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as after an output gate of 1
         heads = {}
         for name, size in (
             ("z", self.prediction_size),
@@ -1165,7 +1165,7 @@ def main(config: Config) -> dict:
             call_sps = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds diverged: continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval

@@ -668,7 +668,7 @@ def main(config: Config) -> dict:
             call_sps = call_steps / (time.perf_counter() - call_start)
             metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
-                raise ConfigError(f"all seeds diverged: continue {run_dir} with a lower lr")
+                raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
             if process == 0:
                 first = 1 + updates_done + call * config.updates_per_eval

@@ -203,7 +203,7 @@ def test_a_run_of_which_all_seeds_diverge_ends_and_keeps_the_last_checkpoint(
         patch.setattr(module, "make_env", poison(module, poisoned))
         code, _, err = run(module, *flags(config), "--run-dir", path)
     last = err.strip().splitlines()[-1]
-    assert code == 2 and last.endswith(f"all seeds diverged: continue {path} with a lower lr")
+    assert code == 2 and last.endswith(f"all seeds diverged: {path} needs a lower learning rate")
     assert not (path / "summary.json").exists() and "Traceback" not in err
     assert (path / "checkpoint.msgpack").exists() == (kept is not None)
     if kept is None:
