@@ -76,17 +76,18 @@ from disco import ConfigError, open_table, pmean, psum, restore, save, write
 
 # ----------------------------------------- config
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Meta-training of an update rule.
+class Environment:
+    """Where agents act. For example: --env-id Catch-5x5 CartPole-v1"""
 
-    For example: python disco_meta.py --num-meta-steps 1000 --seed 1
-    """
-
-    # Environment
     env_id: tuple[str, ...] = ("Catch-5x5",)  # one or more, each with num_agents agents
     env_params: tuple[str, ...] = ("{}",)  # JSON, one for all environments or one for each
     num_envs: int = 32  # parallel environments per agent, over all devices
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --num-agents 8 --meta-lr 3e-4"""
+
     num_meta_steps: int = 1500  # updates of the meta-network, rounded to a multiple of num_evals
     num_steps: int = 17  # rollout length of an inner update
     valid_steps: int = 17  # rollout length for validation
@@ -120,11 +121,21 @@ class Config:
     y_coef: float = 1.0  # coefficient of the loss of the prediction y
     z_coef: float = 1.0  # coefficient of the loss of the prediction z
     aux_coef: float = 1.0  # coefficient of the loss of the predicted next policy
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-evals 30 --seed 1"""
+
     seed: int = 0  # random seed
     num_evals: int = 150  # evaluations of all agents, each followed by a checkpoint
     eval_episodes: int = 128  # full episodes per evaluation and agent, with sampled actions
     run_dir: str = ""  # run folder to start or continue; empty: a new one in runs/
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """Meta-training of an update rule."""
 
     # Read by functions of disco.py; not options here.
     rule = "disco"
@@ -585,10 +596,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -597,7 +620,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if config.batch_size != default.batch_size:  # env_steps = meta steps * this
                 raise ConfigError(f"{config.run_dir}: steps per meta step must stay the same")
         main(config)

@@ -85,17 +85,18 @@ OTHERS = "single agents: ppo_ff.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Independent PPO for many agents.
+class Environment:
+    """Where agents act. For example: --env-id MPE_simple_spread_v3"""
 
-    For example: python ippo.py --env-id MPE_simple_spread_v3 --num-seeds 5
-    """
-
-    # Environment
     env_id: str = "rings"  # or one of JaxMARL, e.g. overcooked/cramped_room; "list" prints all
     env_params: str = "{}"  # options of a JaxMARL environment, as JSON: '{"max_steps": 50}'
     num_envs: int = 16  # parallel environments per seed, over all devices
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --no-share-parameters --actor-lr 1e-3"""
+
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     num_steps: int = 128  # rollout length
     share_parameters: bool = True  # one network for all agents, not one each
@@ -114,7 +115,12 @@ class Config:
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     max_grad_norm: float = 0.5  # clip the norms of the actor's gradient and of the critic's
     target_kl: float = 0.0  # stop the actor after an epoch whose KL divergence exceeds this; 0: off
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-seeds 5 --eval-greedy"""
+
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
@@ -124,6 +130,11 @@ class Config:
     init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """Independent PPO for many agents."""
 
     @property
     def batch_size(self) -> int:
@@ -892,10 +903,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -904,7 +927,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)

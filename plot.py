@@ -227,7 +227,8 @@ def read_defaults(run: Run) -> dict:
     name = f"{run.options['script']}.py"
     source = next((x / name for x in (run.path, ROOT) if (x / name).is_file()), None)
     body = ast.parse(source.read_bytes()).body if source else []
-    (fields,) = [x.body for x in body if getattr(x, "name", None) == "Config"] or [[]]
+    groups = "Environment", "Algorithm", "Run", "Config"
+    fields = [x for group in body if getattr(group, "name", None) in groups for x in group.body]
     fields = [x for x in fields if isinstance(getattr(x, "value", None), ast.Constant)]
     return {x.target.id: x.value.value for x in fields if isinstance(x, ast.AnnAssign)}
 

@@ -83,17 +83,18 @@ OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, other
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """PPO with a choice of drift.
+class Environment:
+    """Where agents act. For example: --env-id Acrobot-v1 --num-envs 64"""
 
-    For example: python ppo_drift.py --drift spo --num-seeds 5
-    """
-
-    # Environment
     env_id: str = "CartPole-v1"  # gymnax environment; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per seed, over all devices
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --drift spo --lr 1e-3"""
+
     total_timesteps: float = 5e5  # environment steps per seed, approximately
     num_steps: int = 128  # rollout length
     update_epochs: int = 2  # passes over each rollout
@@ -112,7 +113,12 @@ class Config:
     drift: Literal["clip", "kl_penalty", "adaptive_kl", "dpo", "spo"] = "clip"  # proximity term
     kl_coef: float = 1.0  # coefficient of the KL penalty; adaptive_kl starts from it
     adaptive_kl_target: float = 0.01  # KL that adaptive_kl aims at
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-seeds 5 --eval-greedy"""
+
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
@@ -122,6 +128,11 @@ class Config:
     init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """PPO with a choice of drift."""
 
     @property
     def batch_size(self) -> int:
@@ -770,10 +781,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -782,7 +805,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)

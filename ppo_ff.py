@@ -79,17 +79,18 @@ OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, other
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """PPO for discrete actions with feed-forward networks.
+class Environment:
+    """Where agents act. For example: --env-id Breakout-MinAtar --num-envs 64"""
 
-    For example: python ppo_ff.py --env-id Breakout-MinAtar --lr 7e-3 --num-seeds 5
-    """
-
-    # Environment
     env_id: str = "CartPole-v1"  # gymnax environment; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 32  # parallel environments per seed, over all devices
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --lr 1e-3 --no-anneal-lr"""
+
     total_timesteps: float = 5e5  # environment steps per seed, approximately
     num_steps: int = 128  # rollout length
     update_epochs: int = 2  # passes over each rollout
@@ -105,7 +106,12 @@ class Config:
     anneal_ent: bool = True  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.1  # value loss coefficient
     max_grad_norm: float = 0.5  # clip gradients to this global norm
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-seeds 5 --eval-greedy"""
+
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
@@ -115,6 +121,11 @@ class Config:
     init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """PPO for discrete actions with feed-forward networks."""
 
     @property
     def batch_size(self) -> int:
@@ -708,10 +719,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -720,7 +743,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)

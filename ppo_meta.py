@@ -85,13 +85,9 @@ OTHERS = "Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments.
+class Environment:
+    """Where agents act. For example: --env-id XLand-MiniGrid-R1-9x9 --benchmark-id trivial-1m"""
 
-    For example: python ppo_meta.py --num-seeds 3 --num-evals 20
-    """
-
-    # Environment
     env_id: str = "MiniGrid-MemoryS8"  # xminigrid environment; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 200}'
     num_envs: int = 256  # parallel environments per seed, over all devices
@@ -100,7 +96,12 @@ class Config:
     trial_steps: int = 0  # end training trials after this many steps; 0: after trial_episodes
     eval_fraction: float = 0.1  # fraction of the tasks held out for evaluation
     img_obs: bool = False  # the network sees each tile as 32 x 32 pixels, not as symbols
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --reset-memory --lr 3e-4"""
+
     total_timesteps: float = 3e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length
     update_epochs: int = 4  # passes over each rollout
@@ -124,7 +125,12 @@ class Config:
     reset_memory: bool = False  # clear memory after every episode, as an ablation
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-seeds 5 --eval-greedy"""
+
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
@@ -134,6 +140,11 @@ class Config:
     init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """RL^2: recurrent PPO over trials of several episodes, on XLand-MiniGrid environments."""
 
     @property
     def batch_size(self) -> int:
@@ -858,10 +869,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -870,7 +893,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)

@@ -84,20 +84,21 @@ OTHERS = "Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Recurrent PPO with a GRU, on XLand-MiniGrid environments.
+class Environment:
+    """Where agents act. For example: --env-id MiniGrid-Empty-6x6 --num-envs 8192"""
 
-    For example: python ppo_rnn.py --env-id MiniGrid-Empty-6x6 --num-envs 8192
-    """
-
-    # Environment
     env_id: str = "MiniGrid-Empty-6x6"  # xminigrid environment; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps": 200}'
     num_envs: int = 256  # parallel environments per seed, over all devices
     benchmark_id: str = ""  # rulesets of XLand tasks: a benchmark, e.g. small-1m, or a file
     ruleset_id: int = -1  # the only ruleset in use; -1: a random one in every episode
     img_obs: bool = False  # the network sees each tile as 32 x 32 pixels, not as symbols
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --num-layers 2 --lr 1e-3"""
+
     total_timesteps: float = 3e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length; at most 16 if num_envs > 1024
     update_epochs: int = 1  # passes over each rollout
@@ -120,7 +121,12 @@ class Config:
     min_advantage_std: float = 0.05  # floor of the std that divides advantages
     memory: bool = True  # --no-memory clears the hidden state at every step, as an ablation
     bf16: bool = False  # compute the network in bfloat16; parameters stay float32
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-seeds 5 --eval-greedy"""
+
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
@@ -130,6 +136,11 @@ class Config:
     init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """Recurrent PPO with a GRU, on XLand-MiniGrid environments."""
 
     @property
     def rollout_length(self) -> int:
@@ -843,10 +854,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -855,7 +878,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)

@@ -84,18 +84,19 @@ OTHERS = "MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """Recurrent PPO with V-trace advantages and prioritized segments.
+class Environment:
+    """Where agents act. For example: --env-id CartPole-v1 --hide-velocity"""
 
-    For example: python ppo_vtrace.py --hide-velocity --num-seeds 5
-    """
-
-    # Environment
     env_id: str = "Pendulum-v1"  # gymnax environment or brax/<name>; "list" prints all
     env_params: str = "{}"  # JSON, e.g. '{"max_steps_in_episode": 200}'
     num_envs: int = 64  # parallel environments per seed, over all devices
     hide_velocity: bool = False  # observe positions only (CartPole-v1, Pendulum-v1)
-    # Algorithm
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm:
+    """How they learn. For example: --cell lstm --rho-clip 2"""
+
     total_timesteps: float = 5e5  # environment steps per seed, approximately
     num_steps: int = 32  # rollout length
     update_epochs: int = 8  # draws of segments from each rollout
@@ -121,7 +122,12 @@ class Config:
     draw_fraction: float = 0.5  # fraction of the segments that an epoch draws
     priority_alpha: float = 0.5  # exponent of a segment's mean |advantage|; 0: uniform
     priority_beta: float = 0.4  # initial exponent of the weights that correct the draw; rises to 1
-    # Run
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run does. For example: --num-seeds 5 --eval-greedy"""
+
     seed: int = 0  # random seed
     num_seeds: int = 1  # independent training runs in one program
     num_evals: int = 10  # evaluations, each followed by a checkpoint
@@ -131,6 +137,11 @@ class Config:
     init_from: str = ""  # run folder: start from the best parameters of its first seed
     track: bool = False  # log to Weights & Biases
     distributed: bool = False  # run on several hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+    """Recurrent PPO with V-trace advantages and prioritized segments."""
 
     @property
     def batch_size(self) -> int:
@@ -914,10 +925,22 @@ def main(config: Config) -> dict:
     return summary
 
 
+def read_options(default: Config) -> Config:
+    """Options of the command line. `--help` has a box for each group."""
+    boxes = {}
+    for group in (Environment, Algorithm, Run):
+        names = [field.name for field in dataclasses.fields(group)]
+        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
+    boxes = tyro.cli(
+        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+    )
+    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+
+
 def cli():
     """The command line. Options that are not given come from the run in `run_dir`, if any."""
     try:
-        config = tyro.cli(Config)  # finds run_dir; parsed again below, with the run's options
+        config = read_options(Config())  # finds run_dir; read again below, with the run's options
         path = Path(config.run_dir, "config.json")
         if config.run_dir and path.exists():
             stored = json.loads(path.read_text())
@@ -926,7 +949,7 @@ def cli():
             # JSON stores a tuple as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
-            config = tyro.cli(Config, default=default)
+            config = read_options(default)
             if (config.num_envs, config.num_steps) != (default.num_envs, default.num_steps):
                 raise ConfigError(f"{config.run_dir}: num_envs and num_steps must stay the same")
         main(config)

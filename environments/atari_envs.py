@@ -34,12 +34,18 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on Atari games."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id Breakout-v5"""
 
     env_id: str = "Pong-v5"  # Atari game of EnvPool; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"episodic_life": true}'
     num_envs: int = 8  # parallel environments
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(script.Algorithm):
+    """How they learn. For example: --lr 5e-4 --num-steps 256"""
+
     total_timesteps: float = 1e7  # environment steps, of four frames each, approximately
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 4  # minibatches per epoch
@@ -50,7 +56,18 @@ class Config(script.Config):
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
     vf_coef: float = 0.5  # value loss coefficient
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(script.Run):
+    """What a run does. For example: --eval-greedy"""
+
     eval_episodes: int = 8  # full episodes per evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment, script.Config):
+    """PPO on Atari games."""
 
 
 class ActorCritic(script.ActorCritic):

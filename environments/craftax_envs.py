@@ -38,12 +38,18 @@ NAMES = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on Craftax."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id Craftax-Symbolic-v1 --num-envs 256"""
 
     env_id: str = "Craftax-Classic-Symbolic-v1"  # Craftax environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_timesteps": 1000}'
     num_envs: int = 64  # parallel environments per seed, over all devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(script.Algorithm):
+    """How they learn. For example: --lr 3e-4 --num-steps 128"""
+
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length
     hidden_size: int = 256  # width of the dense layers
@@ -51,6 +57,11 @@ class Config(script.Config):
     gamma: float = 0.95  # discount factor
     gae_lambda: float = 0.65  # trace decay of GAE
     ent_coef: float = 0.01  # coefficient of the entropy bonus
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Algorithm, Environment, script.Config):
+    """PPO on Craftax."""
 
 
 def make_env(config):

@@ -31,7 +31,9 @@ def adapt(script, file: str, config_class, make_env):
 
     Its runs are named by the file, and keep the sources of both.
     """
-    script.Config, script.make_env, script.COMMAND = config_class, make_env, COMMAND
+    for options in (*config_class.__bases__, config_class):  # Environment, ..., Config
+        setattr(script, options.__name__, options)
+    script.make_env, script.COMMAND = make_env, COMMAND
     script.SCRIPT = Path(file).stem
     script.SOURCES.append(file)
 

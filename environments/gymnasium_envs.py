@@ -35,15 +35,32 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on Gymnasium."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id Hopper-v5 --num-envs 16"""
 
     env_id: str = "HalfCheetah-v5"  # Gymnasium environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"max_episode_steps": 200}'
     num_envs: int = 8  # parallel environments
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(script.Algorithm):
+    """How they learn. For example: --lr 3e-4 --num-steps 512"""
+
     total_timesteps: float = 1e6  # environment steps, approximately
     num_steps: int = 256  # rollout length
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(script.Run):
+    """What a run does. For example: --eval-greedy"""
+
     eval_episodes: int = 16  # full episodes per evaluation
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Algorithm, Environment, script.Config):
+    """PPO on Gymnasium."""
 
 
 def make_one(config):

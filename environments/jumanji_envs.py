@@ -35,14 +35,25 @@ UNFIT = "Connector-v3 JobShop-v0 LevelBasedForaging-v0 MMST-v0 MultiCVRP-v0 Sear
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on Jumanji."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id Game2048-v1"""
 
     env_id: str = "Snake-v1"  # Jumanji environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"time_limit": 1000}'
     num_envs: int = 64  # parallel environments per seed, over all devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(script.Algorithm):
+    """How they learn. For example: --ent-coef 0.01"""
+
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     lr: float = 1e-3  # Adam learning rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Algorithm, Environment, script.Config):
+    """PPO on Jumanji."""
 
 
 def make_env(config):

@@ -28,11 +28,16 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on Navix."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id Navix-Empty-8x8-v0"""
 
     env_id: str = "Navix-DoorKey-5x5-v0"  # Navix environment; list: print them
     env_params: str = "{}"  # JSON of max_steps and penality_coeff, e.g. '{"max_steps": 200}'
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Environment, script.Config):
+    """PPO on Navix."""
 
 
 def make_env(config):

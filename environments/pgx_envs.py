@@ -32,14 +32,25 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on Pgx."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id minatar-breakout --num-envs 128"""
 
     env_id: str = "connect_four"  # Pgx environment; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"opponent": "runs/my_run", "time_limit": 1000}'
     num_envs: int = 64  # parallel environments per seed, over all devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Algorithm(script.Algorithm):
+    """How they learn. For example: --lr 3e-3"""
+
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     lr: float = 1e-3  # Adam learning rate
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Algorithm, Environment, script.Config):
+    """PPO on Pgx."""
 
 
 def make_env(config):

@@ -29,13 +29,24 @@ except ImportError:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(script.Config):
-    """PPO on MuJoCo Playground."""
+class Environment(script.Environment):
+    """Where agents act. For example: --env-id CheetahRun"""
 
     env_id: str = "CartpoleBalance"  # environment of Playground; list: print them
     env_params: str = "{}"  # JSON, e.g. '{"episode_length": 500}'
     num_envs: int = 64  # parallel environments per seed, over all devices
+
+
+@dataclasses.dataclass(frozen=True)
+class Run(script.Run):
+    """What a run does. For example: --eval-greedy"""
+
     eval_episodes: int = 16  # full episodes per evaluation and seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Run, Environment, script.Config):
+    """PPO on MuJoCo Playground."""
 
 
 def make_env(config):

@@ -270,11 +270,17 @@ def test_options_may_be_spelled_with_underscores(module, monkeypatch):
     assert configs == [module.Config(env_id="Some-v1", anneal_lr=False, num_envs=32)]
 
 
-def test_help_lists_every_option(module):
+def test_help_has_a_box_with_an_example_for_each_group_of_options(module):
     code, out, _ = run(module, "--help")
     assert code == 0
-    for field in dataclasses.fields(module.Config):
-        assert f"--{field.name.replace('_', '-')}" in out
+    boxes = re.split(" (environment|algorithm|run) options ", out)[1:]
+    assert boxes[::2] == ["environment", "algorithm", "run"]
+    for group, box in zip(
+        (module.Environment, module.Algorithm, module.Run), boxes[1::2], strict=True
+    ):
+        assert "For example: --" in box
+        listed = set(re.findall(r"^\W --([a-z][a-z-]+)", box, re.M))
+        assert listed == {x.name.replace("_", "-") for x in dataclasses.fields(group)}
 
 
 @pytest.mark.parametrize("words", [["--num-envs", "1.5"], ["--num-envs", "many"], ["--learn", "1"]])

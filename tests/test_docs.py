@@ -88,18 +88,19 @@ def metrics_of(script):
 
 @cache
 def fields(script):
-    """option -> its type, default and help in Config."""
+    """option -> its type, default and help, of all three groups."""
     text = read(f"{script}.py")
     lines = text.splitlines()
     body = ast.parse(text).body
-    (config,) = (n for n in body if isinstance(n, ast.ClassDef) and n.name == "Config")
+    groups = "Environment", "Algorithm", "Run"
+    nodes = [x for n in body if getattr(n, "name", None) in groups for x in n.body]
     return {
         f"`--{node.target.id.replace('_', '-')}`": (
             ast.unparse(node.annotation),
             ast.literal_eval(node.value),
             lines[node.lineno - 1].split("  # ")[1],
         )
-        for node in config.body
+        for node in nodes
         if isinstance(node, ast.AnnAssign)
     }
 

@@ -153,7 +153,10 @@ def test_only_environments_that_are_done_are_reset(family, size, which, resets):
 
 def test_adapt(family):
     script = types.SimpleNamespace(SCRIPT="ppo_ff", SOURCES=["ppo_ff.py"], COMMAND=["python"])
-    family.adapt(script, "/somewhere/my_envs.py", dict, print)
-    assert (script.Config, script.make_env, script.SCRIPT) == (dict, print, "my_envs")
+    groups = [type(name, (), {}) for name in ("Algorithm", "Environment", "Config")]
+    config = type("Config", tuple(groups), {})
+    family.adapt(script, "/somewhere/my_envs.py", config, print)
+    assert (script.Config, script.make_env, script.SCRIPT) == (config, print, "my_envs")
+    assert [script.Algorithm, script.Environment] == groups[:2]  # for the boxes of the help
     assert script.SOURCES == ["ppo_ff.py", "/somewhere/my_envs.py"]
     assert script.COMMAND is family.COMMAND  # so that the script adds to what family.py prints

@@ -35,6 +35,15 @@ def envs():
         del sys.modules["gymnasium_envs"]
 
 
+def test_the_help_is_that_of_the_file(envs, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gymnasium_envs.py", "--help"])
+    with pytest.raises(SystemExit):
+        envs.script.cli()
+    out = capsys.readouterr().out
+    assert "PPO on Gymnasium" in out and "Gymnasium environment" in out and "HalfCheetah" in out
+    assert [out.count(f"{box} options") for box in ("environment", "algorithm", "run")] == [1, 1, 1]
+
+
 class Alone:
     """Environments of Gymnasium, stepped one by one."""
 

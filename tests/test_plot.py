@@ -88,7 +88,7 @@ def test_a_loss_that_is_not_the_default_is_named_next_to_another_script():
 
 def test_the_default_of_a_copy_is_that_of_the_source_in_its_folder():
     copy = one_run("copy", script="my_ppo", drift="spo")
-    Path("copy/my_ppo.py").write_text('class Config:\n    drift: str = "spo"\n')
+    Path("copy/my_ppo.py").write_text('class Algorithm:\n    drift: str = "spo"\n')
     assert legend_of(one_run("ff"), copy) == ["ppo_ff", "my_ppo"]
     drift = one_run("drift", script="ppo_drift", drift="clip")  # another default
     assert legend_of(drift, copy) == ["ppo_drift drift=clip", "my_ppo drift=spo"]
