@@ -86,7 +86,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """How they learn. For example: --num-agents 8 --meta-lr 3e-4"""
+    """How agents learn. For example: --num-agents 8 --meta-lr 3e-4"""
 
     num_meta_steps: int = 1500  # updates of the meta-network, rounded to a multiple of num_evals
     num_steps: int = 17  # rollout length of an inner update
@@ -597,15 +597,15 @@ def main(config: Config) -> dict:
 
 
 def read_options(default: Config) -> Config:
-    """Options of the command line. `--help` has a box for each group."""
-    boxes = {}
+    """Options of the command line, by group: `--help` then has a box for each."""
+    defaults = {}
     for group in (Environment, Algorithm, Run):
-        names = [field.name for field in dataclasses.fields(group)]
-        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
-    boxes = tyro.cli(
-        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+        values = {field.name: getattr(default, field.name) for field in dataclasses.fields(group)}
+        defaults[group.__name__.lower()] = group(**values)
+    groups = tyro.cli(
+        dict, default=defaults, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
     )
-    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+    return Config(**{name: x for group in groups.values() for name, x in vars(group).items()})
 
 
 def cli():
@@ -617,7 +617,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple as a list.
+            # JSON stores a tuple, where an option is one, as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

@@ -97,7 +97,7 @@ class Environment:
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
-    """How they learn. For example: --num-layers 2 --lr 1e-3"""
+    """How agents learn. For example: --num-layers 2 --lr 1e-3"""
 
     total_timesteps: float = 3e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length; at most 16 if num_envs > 1024
@@ -396,7 +396,7 @@ def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
     """
     # A termination stops the bootstrap; a termination or a truncation cuts the trace.
-    next_value = jnp.where(rollout.terminated, 0, next_value)  # 0 * NaN would be NaN
+    next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
     delta = rollout.reward + gamma * next_value - rollout.value
     decay = gamma * gae_lambda * (1 - rollout.done)
 
@@ -569,7 +569,7 @@ def make_train(config: Config):
             return jax.lax.scan(update_minibatch, carry, indices)
 
         # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). The permutations need no rollout, so XLA:CPU can sort while it runs.
+        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, envs_per_device), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -661,7 +661,7 @@ def write(path: Path, content: bytes):
 
 
 def save(path: Path, state: TrainState):
-    """Write a checkpoint. Runners become a list of arrays: flax cannot save all types."""
+    """Write a checkpoint. Runners become a list of arrays: flax cannot save every env_state."""
     write(path, flax.serialization.to_bytes(state._replace(runners=jax.tree.leaves(state.runners))))
 
 
@@ -845,7 +845,7 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        has_video = len(SOURCES) < 2  # not for an environment of a file in environments/
+        has_video = len(SOURCES) < 2  # a second one is a file in environments/: no video
         video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
@@ -855,15 +855,15 @@ def main(config: Config) -> dict:
 
 
 def read_options(default: Config) -> Config:
-    """Options of the command line. `--help` has a box for each group."""
-    boxes = {}
+    """Options of the command line, by group: `--help` then has a box for each."""
+    defaults = {}
     for group in (Environment, Algorithm, Run):
-        names = [field.name for field in dataclasses.fields(group)]
-        boxes[group.__name__.lower()] = group(**{name: getattr(default, name) for name in names})
-    boxes = tyro.cli(
-        dict, default=boxes, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
+        values = {field.name: getattr(default, field.name) for field in dataclasses.fields(group)}
+        defaults[group.__name__.lower()] = group(**values)
+    groups = tyro.cli(
+        dict, default=defaults, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
     )
-    return Config(**{name: x for box in boxes.values() for name, x in vars(box).items()})
+    return Config(**{name: x for group in groups.values() for name, x in vars(group).items()})
 
 
 def cli():
@@ -875,7 +875,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple as a list.
+            # JSON stores a tuple, where an option is one, as a list.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

@@ -44,7 +44,7 @@ class Environment(script.Environment):
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(script.Algorithm):
-    """How they learn. For example: --lr 5e-4 --num-steps 256"""
+    """How agents learn. For example: --lr 5e-4 --num-steps 256"""
 
     total_timesteps: float = 1e7  # environment steps, of four frames each, approximately
     update_epochs: int = 4  # passes over each rollout

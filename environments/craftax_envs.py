@@ -48,7 +48,7 @@ class Environment(script.Environment):
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(script.Algorithm):
-    """How they learn. For example: --lr 3e-4 --num-steps 128"""
+    """How agents learn. For example: --lr 3e-4 --num-steps 128"""
 
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     num_steps: int = 64  # rollout length

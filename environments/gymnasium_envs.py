@@ -45,7 +45,7 @@ class Environment(script.Environment):
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(script.Algorithm):
-    """How they learn. For example: --lr 3e-4 --num-steps 512"""
+    """How agents learn. For example: --lr 3e-4 --num-steps 512"""
 
     total_timesteps: float = 1e6  # environment steps, approximately
     num_steps: int = 256  # rollout length

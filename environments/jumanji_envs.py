@@ -45,7 +45,7 @@ class Environment(script.Environment):
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(script.Algorithm):
-    """How they learn. For example: --ent-coef 0.01"""
+    """How agents learn. For example: --ent-coef 0.01"""
 
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     lr: float = 1e-3  # Adam learning rate

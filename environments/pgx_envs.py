@@ -42,7 +42,7 @@ class Environment(script.Environment):
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(script.Algorithm):
-    """How they learn. For example: --lr 3e-3"""
+    """How agents learn. For example: --lr 3e-3"""
 
     total_timesteps: float = 1e6  # environment steps per seed, approximately
     lr: float = 1e-3  # Adam learning rate

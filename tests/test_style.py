@@ -21,7 +21,7 @@ ALL = (*SCRIPTS, "disco_meta")
 # house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
 # tracking that loses no point, seeds that diverge, options with several values, environment
 # states of any class, and the boxes of the help.
-RUN_PART = (12_600, 236)
+RUN_PART = (12_650, 236)
 HOUSE_STYLE = {
     "ppo_ff": (17_500, 415),
     "ppo_drift": (19_500, 465),
@@ -54,7 +54,7 @@ OVERRUN = {
     "ippo_rnn": (7_700, 115),
     "mappo": (5_100, 65),
     "disco": (11_200, 240),
-    "disco_meta": (10_300, 180),
+    "disco_meta": (10_400, 180),
 }
 BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
 README = (ROOT / "README.md").read_text()
