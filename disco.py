@@ -100,7 +100,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --rule actor_critic --lr 5e-4"""
 
-    total_timesteps: float = 58e3  # environment steps per seed, approximately
+    total_timesteps: float = 58e3  # environment steps per seed, rounded to num_evals equal parts
     num_steps: int = 29  # rollout length
     rule: Literal["disco", "actor_critic", "policy_gradient"] = "disco"  # Disco103 or a baseline
     weights: str = "disco103"  # disco103 (downloaded once), random (always the same) or an npz file
@@ -1148,7 +1148,8 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = (updates_done + calls_left * config.updates_per_eval) * config.batch_size
-        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
+        done = f", continued at {updates_done * config.batch_size:,}" if updates_done else ""
+        print(f"{run_dir}: {steps:,} steps per seed{done}, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)

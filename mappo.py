@@ -98,7 +98,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --cell lstm --actor-lr 1e-3"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, approximately
+    total_timesteps: float = 1e6  # environment steps per seed, rounded to num_evals equal parts
     num_steps: int = 128  # rollout length
     share_parameters: bool = True  # one network for all agents, not one each
     actor_epochs: int = 2  # passes of the actor over each rollout
@@ -255,7 +255,8 @@ def load_env(config: Config):
     except ConfigError:
         raise
     except ImportError as error:
-        raise ConfigError(f"{config.env_id}: {error}; pip install 'jaxmarl[mabrax]'") from None
+        advice = f"only rings is built in; {error}: pip install 'jaxmarl[mabrax]'"
+        raise ConfigError(f"{config.env_id}: {advice}") from None
     except (AssertionError, LookupError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigError(f"{config.env_id}, env_params: {error}") from None
 
@@ -964,7 +965,8 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = (updates_done + calls_left * config.updates_per_eval) * config.batch_size
-        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
+        done = f", continued at {updates_done * config.batch_size:,}" if updates_done else ""
+        print(f"{run_dir}: {steps:,} steps per seed{done}, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)

@@ -110,6 +110,11 @@ class Line(NamedTuple):
     training: Curve | None
 
 
+def has_rows(run_dir: Path) -> bool:
+    table = run_dir / "metrics.csv"
+    return table.exists() and len(table.read_text().splitlines()) > 1
+
+
 def read_run(run_dir: Path, metric: str) -> Run:
     """Raises RunError."""
     try:
@@ -503,13 +508,18 @@ def write_tensorboard(runs: list[Run], folder: Path) -> None:
 
 
 # -------------------------------------------- main
+OUT_HELP = (
+    "a .png or .pdf; if not given: learning_curve.png in the run folder, or compare.png of several"
+)
+
+
 def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
     """Writes what is asked for and prints the last point of each line. Raises RunError, OSError."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("run_dirs", type=Path, nargs="+", help="run folders")
-    parser.add_argument("--out", type=Path, help="picture to write: a name in .png or .pdf")
+    parser.add_argument("--out", type=Path, help=OUT_HELP)
     parser.add_argument("--metric", default="eval/return", help="column of metrics.csv")
     parser.add_argument("--labels", nargs="+", help="names of the lines, in the legend's order")
     parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="event files to write")
@@ -519,9 +529,9 @@ def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
     is_single = len(options.run_dirs) == 1
     if not is_single:  # `runs/*` may hold other things
         for path in run_dirs:
-            if path.exists() and not (path / "metrics.csv").exists():
-                print(f"{path} left out: it has no metrics.csv", file=sys.stderr)
-        run_dirs = [x for x in run_dirs if (x / "metrics.csv").exists() or not x.exists()]
+            if path.exists() and not has_rows(path):
+                print(f"{path} left out: it has no rows in metrics.csv", file=sys.stderr)
+        run_dirs = [x for x in run_dirs if has_rows(x) or not x.exists()]
         if not run_dirs:
             raise RunError("none of these is a run")
     runs = [read_run(run_dir, options.metric) for run_dir in run_dirs]

@@ -81,7 +81,7 @@ class ConfigError(ValueError):
 
 
 # Where to look for an environment that this script does not know.
-OTHERS = "Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
+OTHERS = "gymnax: ppo_ff.py, Brax: ppo_continuous.py, JaxMARL: ippo.py, others: environments/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --reset-memory --lr 3e-4"""
 
-    total_timesteps: float = 3e6  # environment steps per seed, approximately
+    total_timesteps: float = 3e6  # environment steps per seed, rounded to num_evals equal parts
     num_steps: int = 64  # rollout length
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
@@ -800,7 +800,8 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = (updates_done + calls_left * config.updates_per_eval) * config.batch_size
-        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
+        done = f", continued at {updates_done * config.batch_size:,}" if updates_done else ""
+        print(f"{run_dir}: {steps:,} steps per seed{done}, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)

@@ -94,7 +94,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --policy beta --no-normalize-reward"""
 
-    total_timesteps: float = 5e5  # environment steps per seed, approximately
+    total_timesteps: float = 5e5  # environment steps per seed, rounded to num_evals equal parts
     num_steps: int = 128  # rollout length
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
@@ -777,7 +777,8 @@ def main(config: Config) -> dict:
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
         steps = (updates_done + calls_left * config.updates_per_eval) * config.batch_size
-        print(f"{run_dir}: {steps:,} steps per seed, compiling ...", end=" ", flush=True)
+        done = f", continued at {updates_done * config.batch_size:,}" if updates_done else ""
+        print(f"{run_dir}: {steps:,} steps per seed{done}, compiling ...", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)

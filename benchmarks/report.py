@@ -46,6 +46,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "HeuristicEnemySMAX/3m": "mappo",
     "Catch-8x8": "disco",
 }
+COMMITS = ("73daa3b", "427f887")  # of curves: no algorithm has changed since
 PICTURED = [
     "CartPole-v1",
     "Pendulum-v1",
@@ -265,9 +266,10 @@ All environments, systems and our commands: {pages}.
 
 The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit and versions of
 every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, no
-GPU. **Most of our curves were measured with earlier versions of the scripts** (the commits in the
-CSVs). Later versions changed the random numbers: today's commands, with the same settings, give
-similar but not identical curves. Options of evaluation and the number of seeds are left out.
+GPU. **A star (\\*) marks curves of ours that were measured with earlier versions of the scripts**,
+which draw other random numbers (the commits are in the CSVs): today's commands, with the same
+settings, give similar but not identical curves. Options of evaluation and the number of seeds are
+left out.
 
 For each environment the table has one script, chosen after seeing the results. How settings were
 found, on which environments and seeds: [ours](../benchmarks/tuning.md),
@@ -394,6 +396,12 @@ def first_page(results, rates) -> str:
     return FIRST_PAGE.format(table=text.strip(), caption=CAPTION, pages=pages, peers=peers)
 
 
+def earlier(row: Row, curve: Curve) -> str:
+    """A star for curves of ours that an earlier version of the scripts has learned."""
+    is_earlier = not row.is_peer and curve.about["commit"] not in COMMITS
+    return r" \*" if is_earlier else ""
+
+
 def overview_row(row: Row, curve: Curve, peer, shorter, rates: dict[str, Rate]) -> str:
     """`shorter`: our system trained as long as the peer, where that differs."""
     time = lambda row, x: (
@@ -404,7 +412,7 @@ def overview_row(row: Row, curve: Curve, peer, shorter, rates: dict[str, Rate]) 
     cells = [
         row.task.title + wins,
         f"[`{row.kind}.py{words}`](../benchmarks/results/{row.name}.csv)",
-        return_of(curve),
+        return_of(curve) + earlier(row, curve),
         time(row, curve),
     ]
     if shorter:
@@ -425,7 +433,7 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
     training = "" if row.task.wins or curve.about["returns"].startswith("evaluations") else " (t)"
     cells = [
         f"[{label(row)}]({CSVS}/{row.name}.csv){training}",
-        return_of(curve),
+        return_of(curve) + earlier(row, curve),
         f"{final.mean():.4g} ± {three_digits(final.std())}",
         str(len(final)),
         short(curve.steps[-1]),

@@ -30,7 +30,7 @@ try:
     import envpool
     from envpool.registration import registry
 except ImportError:
-    raise SystemExit("error: EnvPool is missing: pip install envpool==1.2.5") from None
+    family.missing("EnvPool", "envpool==1.2.5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 5e-4 --num-steps 256"""
 
-    total_timesteps: float = 1e7  # environment steps, of four frames each, approximately
+    total_timesteps: float = 1e7  # environment steps, of four frames each
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 4  # minibatches per epoch
     hidden_size: int = 512  # width of the dense layer

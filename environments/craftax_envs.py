@@ -27,7 +27,7 @@ import ppo_ff as script
 try:
     from craftax.craftax_env import make_craftax_env_from_name
 except ImportError:
-    raise SystemExit("error: Craftax is missing: pip install craftax==1.6.1") from None
+    family.missing("Craftax", "craftax==1.6.1")
 
 NAMES = [
     "Craftax-Classic-Symbolic-v1",
@@ -50,7 +50,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-4 --num-steps 128"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, approximately
+    total_timesteps: float = 1e6  # environment steps per seed, rounded to num_evals equal parts
     num_steps: int = 64  # rollout length
     hidden_size: int = 256  # width of the dense layers
     lr: float = 1e-3  # Adam learning rate

@@ -28,7 +28,7 @@ try:
     from gymnasium.spaces import Box, Dict, Discrete
     from gymnasium.spaces.utils import flatdim
 except ImportError:
-    raise SystemExit("error: EnvPool is missing: pip install envpool==1.2.5") from None
+    family.missing("EnvPool", "envpool==1.2.5")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-4 --num-steps 512"""
 
-    total_timesteps: float = 1e6  # environment steps, approximately
+    total_timesteps: float = 1e6  # environment steps, rounded to num_evals equal parts
     num_steps: int = 256  # rollout length
 
 

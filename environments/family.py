@@ -26,6 +26,11 @@ if Path(sys.argv[0]).resolve().parent == Path(__file__).resolve().parent:  # a c
     threading.Thread(target=stop_on_interrupt, daemon=True).start()
 
 
+def missing(library: str, package: str):
+    print(f"error: {library} is missing: pip install {package}", file=sys.stderr)
+    sys.exit(2)
+
+
 def adapt(script, file: str, config_class, make_env):
     """Makes `script`, an imported module, train on the environments of `file`.
 

@@ -31,7 +31,7 @@ try:
     from gymnasium.vector import AutoresetMode, SyncVectorEnv
     from gymnasium.wrappers import FlattenObservation
 except ImportError:
-    raise SystemExit("error: Gymnasium is missing: pip install gymnasium==1.3.0") from None
+    family.missing("Gymnasium", "gymnasium==1.3.0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-4 --num-steps 512"""
 
-    total_timesteps: float = 1e6  # environment steps, approximately
+    total_timesteps: float = 1e6  # environment steps, rounded to num_evals equal parts
     num_steps: int = 256  # rollout length
 
 
@@ -73,6 +73,9 @@ def make_one(config):
         raise script.ConfigError(
             f"unknown env_id {config.env_id}: did you mean {nearest}?"
         ) from None
+    except gymnasium.error.DependencyNotInstalled as error:
+        advice = "the first lines of gymnasium_envs.py name the versions; CartPole-v1 needs nothing"
+        raise script.ConfigError(f"{config.env_id}: {error} ({advice})") from None
     except Exception as error:  # an environment may raise any
         raise script.ConfigError(f"{config.env_id}, env_params: {error}") from None
     space = env.observation_space

@@ -28,7 +28,7 @@ import ppo_ff as script
 try:
     import jumanji
 except ImportError:
-    raise SystemExit("error: Jumanji is missing: pip install jumanji==1.1.2") from None
+    family.missing("Jumanji", "jumanji==1.1.2")
 
 # They have a reward for each agent, continuous actions or millions of combinations.
 UNFIT = "Connector-v3 JobShop-v0 LevelBasedForaging-v0 MMST-v0 MultiCVRP-v0 SearchAndRescue-v0"
@@ -47,7 +47,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --ent-coef 0.01"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, approximately
+    total_timesteps: float = 1e6  # environment steps per seed, rounded to num_evals equal parts
     lr: float = 1e-3  # Adam learning rate
 
 

@@ -24,7 +24,7 @@ import ppo_ff as script
 try:
     import navix
 except ImportError:
-    raise SystemExit("error: Navix is missing: pip install navix==0.7.4") from None
+    family.missing("Navix", "navix==0.7.4")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,7 +28,7 @@ import ppo_ff as script
 try:
     import pgx
 except ImportError:
-    raise SystemExit("error: Pgx is missing: pip install pgx==2.6.0") from None
+    family.missing("Pgx", "pgx==2.6.0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-3"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, approximately
+    total_timesteps: float = 1e6  # environment steps per seed, rounded to num_evals equal parts
     lr: float = 1e-3  # Adam learning rate
 
 

@@ -25,7 +25,7 @@ import ppo_obs_norm as script
 try:
     from mujoco_playground import registry
 except ImportError:
-    raise SystemExit("error: Playground is missing: pip install playground==0.2.0") from None
+    family.missing("Playground", "playground==0.2.0")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -396,7 +396,7 @@ def test_the_first_line_of_a_continued_run_says_where_it_ends(module, base, tmp_
     code, out, err = run(module, "--run-dir", tmp_path / "run", *more)
     assert code == 0, err
     steps = 4 * base.config.num_updates * base.config.batch_size
-    assert f": {steps:,} steps" in out.splitlines()[0]
+    assert f": {steps:,} steps per seed, continued at {steps // 4}, " in out.splitlines()[0]
     assert read_rows(tmp_path / "run")[-1]["env_steps"] == str(steps)
     assert out.splitlines()[-1] == f"to watch: enjoy {tmp_path / 'run'}"
     assert (tmp_path / "run" / "test_cli.py").exists()

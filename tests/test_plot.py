@@ -103,6 +103,16 @@ def test_a_switch_that_is_not_at_its_default_is_named_next_to_another_script():
     assert legend_of(ff, blind) == ["ppo_ff", "ppo_rnn memory=False"]
 
 
+def test_a_run_without_rows_does_not_stop_the_others(capsys):
+    """It is compiling, or has diverged."""
+    runs = [one_run("a"), one_run("early")]
+    table = Path("early", "metrics.csv")
+    table.write_text(table.read_text().splitlines()[0] + "\n")
+    ((line,),) = (x.values() for x in plot.main(runs).values())
+    np.testing.assert_array_equal(line.values, made_up(3))
+    assert f"{runs[1]} left out: it has no rows in metrics.csv" in capsys.readouterr().err
+
+
 def test_labels_replace_the_names_in_the_order_of_the_legend(capsys):
     runs = [one_run("a", lr=0.2), one_run("b", lr=0.1)]
     assert legend_of(*runs, labels=["low", "high"]) == ["low", "high"]

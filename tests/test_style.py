@@ -21,7 +21,7 @@ ALL = (*SCRIPTS, "disco_meta")
 # house style allows 6,500 and 130 for the former. It needs more for the lock, changed options,
 # tracking that loses no point, seeds that diverge, options with several values, environment
 # states of any class, and the boxes of the help.
-RUN_PART = (12_650, 236)
+RUN_PART = (12_800, 237)
 HOUSE_STYLE = {
     "ppo_ff": (17_500, 415),
     "ppo_drift": (19_500, 465),
@@ -44,15 +44,15 @@ HOUSE_STYLE = {
 # of any size; in disco, a plain value and normalized errors; in disco_meta, several environments.
 OVERRUN = {
     "ppo_ff": (5_200, 105),
-    "ppo_drift": (6_100, 120),
+    "ppo_drift": (6_200, 120),
     "ppo_continuous": (5_600, 115),
-    "ppo_obs_norm": (6_600, 125),
-    "ppo_rnn": (8_600, 145),
+    "ppo_obs_norm": (6_700, 125),
+    "ppo_rnn": (8_700, 145),
     "ppo_meta": (6_800, 125),
     "ppo_vtrace": (5_400, 115),
     "ippo": (7_600, 125),
     "ippo_rnn": (7_700, 115),
-    "mappo": (5_100, 65),
+    "mappo": (5_200, 65),
     "disco": (11_200, 240),
     "disco_meta": (10_400, 180),
 }
@@ -66,7 +66,7 @@ DIFFS = {  # parent, child: lines removed and added; in brackets, what HOUSE_STY
     ("ppo_ff", "ppo_rnn"): 343,  # (250) the loader that runs no code, the pass at time limits
     ("ppo_rnn", "ppo_meta"): 237,  # (200) no pass at time limits, and the network's second input
     ("ppo_obs_norm", "ppo_vtrace"): 329,  # (300) comments that readers asked for
-    ("ppo_ff", "ippo"): 462,  # (380) comments that readers asked for
+    ("ppo_ff", "ippo"): 463,  # (380) comments that readers asked for
     ("ippo", "ippo_rnn"): 197,
     ("ippo_rnn", "mappo"): 91,
 }
