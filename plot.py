@@ -147,6 +147,16 @@ def read_run(run_dir: Path, metric: str) -> Run:
     )
 
 
+def warn_of_continuation(run: Run):
+    """An annealed learning rate rises where a run is continued for longer."""
+    rates = run.table.get("optim/lr", np.zeros((1, 1)))[:, 0]
+    rises = np.flatnonzero(np.diff(rates) > 1e-6 * rates[:-1])
+    if rises.size:
+        steps = f"{run.curve.steps[rises[0]]:,.0f}"
+        message = f"{run.path}: its learning rate rises after {steps} steps, where it was continued"
+        print(f"{message}; do not compare it with runs that were not", file=sys.stderr)
+
+
 def split(run: Run) -> list[Run]:
     """A run for each environment. disco_meta.py has several, each with equally many agents."""
     env_ids = run.options["env_id"]
@@ -244,11 +254,14 @@ def choose_names(options: dict, panel: list[dict], defaults: dict[str, dict]) ->
     panel: options of all lines of the environment; defaults: of the scripts of the panel.
     """
     script = options["script"]
-    siblings = [other for other in panel if other["script"] == script]
 
     def is_named(name):
         value = options[name]
-        if any(other.get(name) != value for other in siblings):
+        values = {}  # of each script's lines
+        for other in panel:
+            if name in other:
+                values.setdefault(other["script"], set()).add(json.dumps(other[name]))
+        if any(len(found) > 1 for found in values.values()):
             return True
         if len(defaults) == 1 or name in ("script", "env_id"):
             return False
@@ -467,12 +480,15 @@ def write_json(panels: dict[str, dict[str, Line]], metric: str, path: Path) -> N
     path.write_text(json.dumps(suites, indent=1))
     print(f"{path} written")
     for suite, tasks in suites.items():
-        names = {frozenset(task) for task in tasks.values()}
-        lines = [seeds for task in tasks.values() for seeds in task.values()]
-        sizes = {(len(seeds), len(seed)) for seeds in lines for seed in seeds.values()}
-        if len(names) > 1 or len(sizes) > 1:
-            message = f"{path}: marl-eval needs the same lines (see --labels), numbers of seeds and"
-            print(f"{message} numbers of evaluations in all of {suite}", file=sys.stderr)
+        if len({frozenset(task) for task in tasks.values()}) > 1:
+            message = f"{path}: marl-eval needs lines of the same names in all of {suite}"
+            print(f"{message} (see --labels)", file=sys.stderr)
+        lines = [(label, seeds) for task in tasks.values() for label, seeds in task.items()]
+        sizes = {x: {(len(seeds), len(s)) for s in seeds.values()} for x, seeds in lines}
+        if len({size for found in sizes.values() for size in found}) > 1:
+            found = [f"{x} {max(size)}" for x, size in sizes.items()]
+            message = f"{path}: marl-eval needs as many seeds and evaluations of each line"
+            print(f"{message}; in {suite}: {', '.join(found)}", file=sys.stderr)
 
 
 def write_tensorboard(runs: list[Run], folder: Path) -> None:
@@ -535,6 +551,8 @@ def main(words: list[str] | None = None) -> dict[str, dict[str, Curve]]:
         if not run_dirs:
             raise RunError("none of these is a run")
     runs = [read_run(run_dir, options.metric) for run_dir in run_dirs]
+    for run in runs:
+        warn_of_continuation(run)
     panels = group([part for run in runs for part in split(run)])
     own_names = {env_id: list(lines) for env_id, lines in panels.items()}
     if options.labels:

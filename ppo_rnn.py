@@ -784,9 +784,10 @@ def main(config: Config) -> dict:
     options = {"script": SCRIPT, **vars(config)}
     wandb_run = start_tracking(run_dir, options) if config.track and process == 0 else None
     if num_processes == 1:  # otherwise the first call compiles
-        steps = (updates_done + calls_left * config.updates_per_eval) * config.batch_size
-        done = f", continued at {updates_done * config.batch_size:,}" if updates_done else ""
-        print(f"{run_dir}: {steps:,} steps per seed{done}, compiling ...", end=" ", flush=True)
+        done = updates_done * config.batch_size
+        steps = done + calls_left * config.updates_per_eval * config.batch_size
+        about = f"{run_dir}: {done:,} to {steps:,} steps per seed"
+        print(about, "compiling ...", sep=", ", end=" ", flush=True)
         compile_start = time.perf_counter()
         train = train.lower(state).compile()
         print(f"{time.perf_counter() - compile_start:.1f} s", flush=True)

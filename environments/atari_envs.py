@@ -114,7 +114,8 @@ def make_env(config):
         nearest = " or ".join(difflib.get_close_matches(config.env_id, names, cutoff=0))
         raise script.ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}?")
     if config.num_seeds * jax.device_count() > 1:
-        raise script.ConfigError("environments of the host: only one seed and one device")
+        message = "environments of the host: only one seed and one device; plot pools runs"
+        raise script.ConfigError(f"{message} of several --seed")
     pools = []  # on the host: `init` starts one and trains in it; another is for evaluations
     frames_last = lambda obs: np.moveaxis(obs, -3, -1)  # [N, 84, 84, 4]
 

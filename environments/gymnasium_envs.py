@@ -88,7 +88,8 @@ def make_env(config):
         print(*gymnasium.registry, sep="\n")
         sys.exit()
     if config.num_seeds * jax.device_count() > 1:
-        raise script.ConfigError("environments of the host: only one seed and one device")
+        message = "environments of the host: only one seed and one device; plot pools runs"
+        raise script.ConfigError(f"{message} of several --seed")
     env = make_one(config)
     space = env.action_space
     if isinstance(space, Discrete):

@@ -168,7 +168,7 @@ def test_a_run_writes_its_folder_and_nothing_else(base, module):
 
 def test_what_a_terminal_shows(base):
     start, result, plot, video = base.out.splitlines()
-    assert re.fullmatch(rf"{base.path}: 128 steps per seed, compiling \.\.\. \d+\.\d s", start)
+    assert re.fullmatch(rf"{base.path}: 0 to 128 steps per seed, compiling \.\.\. \d+\.\d s", start)
     first, second = base.summary["eval_return_per_seed"]
     mean, half = re.fullmatch(r"return (\S+) ± (\S+)", result).groups()
     assert float(mean) == pytest.approx((first + second) / 2, rel=1e-3, abs=1e-3)
@@ -381,7 +381,10 @@ def test_training_is_as_long_as_comes_closest(total_timesteps, num_evals, update
 def test_the_first_line_says_how_long_training_is(module, compile_once, tmp_path):
     config = tiny(module, total_timesteps=80, run_dir=str(tmp_path / "run"))
     code, out, _ = run(module, *flags(config))
-    assert code == 0 and f": {config.num_updates * config.batch_size} steps" in out.splitlines()[0]
+    assert (
+        code == 0
+        and f": 0 to {config.num_updates * config.batch_size} steps" in out.splitlines()[0]
+    )
     assert read_rows(tmp_path / "run")[-1]["env_steps"] == "64"
 
 
@@ -396,7 +399,7 @@ def test_the_first_line_of_a_continued_run_says_where_it_ends(module, base, tmp_
     code, out, err = run(module, "--run-dir", tmp_path / "run", *more)
     assert code == 0, err
     steps = 4 * base.config.num_updates * base.config.batch_size
-    assert f": {steps:,} steps per seed, continued at {steps // 4}, " in out.splitlines()[0]
+    assert f": {steps // 4} to {steps:,} steps per seed, " in out.splitlines()[0]
     assert read_rows(tmp_path / "run")[-1]["env_steps"] == str(steps)
     assert out.splitlines()[-1] == f"to watch: enjoy {tmp_path / 'run'}"
     assert (tmp_path / "run" / "test_cli.py").exists()

@@ -73,8 +73,8 @@ def test_numbers_in_the_legend_are_in_order():
 
 def test_scripts_are_in_the_order_of_the_arguments():
     runs = [one_run("a", script="my_ppo"), one_run("b", lr=0.2), one_run("c", lr=0.1)]
-    assert legend_of(*runs) == ["my_ppo", "ppo_ff lr=0.1", "ppo_ff lr=0.2"]
-    assert legend_of(*runs[::-1]) == ["ppo_ff lr=0.1", "ppo_ff lr=0.2", "my_ppo"]
+    assert legend_of(*runs) == ["my_ppo lr=0.1", "ppo_ff lr=0.1", "ppo_ff lr=0.2"]
+    assert legend_of(*runs[::-1]) == ["ppo_ff lr=0.1", "ppo_ff lr=0.2", "my_ppo lr=0.1"]
 
 
 def test_a_loss_that_is_not_the_default_is_named_next_to_another_script():
@@ -111,6 +111,21 @@ def test_a_run_without_rows_does_not_stop_the_others(capsys):
     ((line,),) = (x.values() for x in plot.main(runs).values())
     np.testing.assert_array_equal(line.values, made_up(3))
     assert f"{runs[1]} left out: it has no rows in metrics.csv" in capsys.readouterr().err
+
+
+def test_a_run_that_was_continued_for_longer_is_named(capsys):
+    runs = [one_run("a"), one_run("longer", lr=0.3)]
+    table = Path("longer", "metrics.csv")
+    header, *rows = table.read_text().splitlines()
+    rates = [0.2, 0.1, 0.15, 0.05]
+    rows = [f"{row},{rates[int(row.split(',')[0]) - 1]}" for row in rows]
+    assert len(rows) == 3 * len(rates)
+    table.write_text("\n".join([f"{header},optim/lr", *rows]))
+    plot.main(runs)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        f"{runs[1]}: its learning rate rises after 20 steps, where it was continued"
+    )
 
 
 def test_labels_replace_the_names_in_the_order_of_the_legend(capsys):
