@@ -263,6 +263,8 @@ SECTIONS = {
             {
                 "ippo_rnn": SMAX_3M,
                 "mappo": SMAX_3M,
+                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
+                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
             },
             wins=True,
         ),
