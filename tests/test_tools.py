@@ -146,14 +146,14 @@ def test_a_copy_of_a_script_is_a_line_of_its_own(tmp_path, capsys):
     assert legend[:2] == ["ppo_ff (3 seeds)", "my_ppo (6 seeds)"]
 
 
-def test_options_of_a_copy_are_compared_with_its_own_runs(tmp_path):
+def test_an_option_that_differs_in_one_script_is_named_in_all(tmp_path):
     runs = [
         write_run(tmp_path / "a", made_up(3)),
         write_run(tmp_path / "b", made_up(3), lr=0.2),
         write_run(tmp_path / "c", made_up(3), lr=0.3, script="my_ppo"),
     ]
     (lines,) = plot.main([*runs, "--out", str(tmp_path / "out.png")]).values()
-    assert set(lines) == {"ppo_ff lr=0.1", "ppo_ff lr=0.2", "my_ppo"}
+    assert set(lines) == {"ppo_ff lr=0.1", "ppo_ff lr=0.2", "my_ppo lr=0.3"}
 
 
 def test_updates_before_all_seeds_have_a_value_are_left_out(tmp_path):
