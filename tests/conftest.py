@@ -166,7 +166,6 @@ test_ippo: test_who_has_won_is_what_jaxmarl_says[HeuristicEnemySMAX
 test_ippo_rnn: test_a_cue_is_passed_on_and_remembered[gru
 test_ippo_rnn: test_a_killed_run_continues_to_the_same_bytes[False-lstm
 test_ippo_rnn: test_acting_is_the_replay_of_whole_episodes[(True
-test_ippo_rnn: test_continuous_actions_reach_their_aim[gru
 test_ippo_rnn: test_continuous_actions_reach_their_aim[lstm
 test_ippo_rnn: test_nothing_is_learned_from_an_agent_that_has_left[True-gru
 test_ippo_rnn: test_permuting_the_agents_permutes_the_results[True-gru
@@ -218,6 +217,7 @@ test_resume: test_a_killed_run_ends_in_the_same_bits[ippo
 test_resume: test_ctrl_c_names_the_folder
 test_style: test_the_script_can_be_pasted[disco
 test_tools: test_a_notebook_runs_from_top_to_bottom[disco
+test_tools: test_a_notebook_runs_from_top_to_bottom[quickstart
 test_tools: test_a_notebook_runs_from_top_to_bottom[sweep
 test_tools: test_a_notebook_runs_from_top_to_bottom[xland
 test_vtrace: test_an_interrupted_run_continues_to_the_same_bits
