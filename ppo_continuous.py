@@ -125,7 +125,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(Run, Algorithm, Environment):  # fields: those of the last base first
+class Config(Run, Algorithm, Environment):  # a new option goes into one of these groups
     """PPO for continuous actions with feed-forward networks."""
 
     @property
@@ -786,7 +786,8 @@ def read_options(default: Config) -> Config:
     groups = tyro.cli(
         dict, default=defaults, description=Config.__doc__, config=(tyro.conf.OmitArgPrefixes,)
     )
-    return Config(**{name: x for group in groups.values() for name, x in vars(group).items()})
+    chosen = {name: x for group in groups.values() for name, x in vars(group).items()}
+    return dataclasses.replace(default, **chosen)
 
 
 def cli():

@@ -62,6 +62,7 @@ class Algorithm(script.Algorithm):
 class Run(script.Run):
     """What a run does. For example: --eval-greedy"""
 
+    num_seeds: int = 1  # only 1 here: start a run for each --seed, which plot pools
     eval_episodes: int = 8  # full episodes per evaluation
 
 
