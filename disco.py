@@ -85,6 +85,7 @@ class ConfigError(ValueError):
 
 # Where to look for an environment that this script does not know.
 OTHERS = "Brax: ppo_continuous.py, MiniGrid: ppo_rnn.py, JaxMARL: ippo.py, others: environments/"
+BRAX = "ant halfcheetah hopper humanoid inverted_pendulum pusher reacher swimmer walker2d"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,7 @@ def make_env(config: Config):
         sys.exit()
     if not catch and config.env_id not in names:
         lower = {name.lower(): name for name in names}
+        lower |= {task: f"brax/{task} (ppo_continuous.py)" for task in BRAX.split()}
         nearest = difflib.get_close_matches(config.env_id.lower(), lower, cutoff=0)
         nearest = " or ".join(lower[name] for name in nearest)
         raise ConfigError(f"unknown env_id {config.env_id}: did you mean {nearest}? {OTHERS}")

@@ -921,3 +921,10 @@ def test_an_error_in_a_process_of_its_own(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     assert result.stderr.splitlines()[-1].startswith("error: unknown env_id Nowhere-v0")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["ppo_ff", "ppo_drift", "ppo_rnn", "ppo_meta"])
+def test_an_environment_of_brax_is_suggested_with_its_script(name):
+    module = load_script(name)
+    with pytest.raises(module.ConfigError, match=r"did you mean brax/halfcheetah \(ppo_continuous"):
+        module.make_env(module.Config(env_id="HalfCheetah-v4"))

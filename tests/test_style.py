@@ -43,17 +43,17 @@ HOUSE_STYLE = {
 # and layers of GRUs; in disco and disco_meta, a coefficient for each loss, diagnostics, and rules
 # of any size; in disco, a plain value and normalized errors; in disco_meta, several environments.
 OVERRUN = {
-    "ppo_ff": (5_200, 105),
-    "ppo_drift": (6_200, 120),
+    "ppo_ff": (5_400, 110),
+    "ppo_drift": (6_300, 120),
     "ppo_continuous": (5_600, 115),
     "ppo_obs_norm": (6_700, 125),
-    "ppo_rnn": (8_700, 145),
-    "ppo_meta": (6_800, 125),
+    "ppo_rnn": (8_800, 150),
+    "ppo_meta": (7_000, 130),
     "ppo_vtrace": (5_400, 115),
     "ippo": (7_600, 125),
     "ippo_rnn": (7_700, 115),
     "mappo": (5_200, 65),
-    "disco": (11_200, 240),
+    "disco": (11_400, 240),
     "disco_meta": (10_400, 180),
 }
 BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
@@ -61,12 +61,12 @@ README = (ROOT / "README.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 DIFFS = {  # parent, child: lines removed and added; in brackets, what HOUSE_STYLE allows
     ("ppo_ff", "ppo_drift"): 88,  # (80) a run continued with another --kl-coef
-    ("ppo_ff", "ppo_continuous"): 166,  # (140) no masks of legal actions
+    ("ppo_ff", "ppo_continuous"): 168,  # (140) no masks of legal actions
     ("ppo_continuous", "ppo_obs_norm"): 125,  # (120)
     ("ppo_ff", "ppo_rnn"): 343,  # (250) the loader that runs no code, the pass at time limits
     ("ppo_rnn", "ppo_meta"): 237,  # (200) no pass at time limits, and the network's second input
     ("ppo_obs_norm", "ppo_vtrace"): 329,  # (300) comments that readers asked for
-    ("ppo_ff", "ippo"): 463,  # (380) comments that readers asked for
+    ("ppo_ff", "ippo"): 465,  # (380) comments that readers asked for
     ("ippo", "ippo_rnn"): 197,
     ("ippo_rnn", "mappo"): 91,
 }
