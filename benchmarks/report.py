@@ -599,8 +599,13 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
         axes.set_title(title + ", wins" * task.wins, fontsize=10)
         if constant := same_constant(curves):
             text = "\n".join(name(row) for row, _ in constant)
-            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-            axes.annotate(text, (0.97, constant[0][1]), fontsize=8, **place)
+            # On the right, where curves have risen; against seconds they may start as low there.
+            names_here, low = [row.name for row, _ in constant], constant[0][1]
+            starts = [iqm(x.values)[0] for row, x in curves if row.name not in names_here]
+            is_low = min(starts, default=np.inf) < low + 0.1 * abs(task.threshold)
+            at, side = (0.03, "left") if rates and is_low else (0.97, "right")
+            place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom"}
+            axes.annotate(text, (at, low), fontsize=8, **place)
         label_x = "training seconds of one seed" if rates else "environment steps"
         is_log = rates or is_early(curves)
         axes.set_xlabel(f"{label_x} (log)" if is_log else label_x)
