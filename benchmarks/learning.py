@@ -180,6 +180,7 @@ ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
 REFERENCE = "--env-id MPE_simple_reference_v3"
 SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
+LONG = "--actor-epochs 4 --critic-epochs 4 --ent-coef 0"
 SECTIONS = {
     "Classic control": [
         discrete("CartPole-v1", 475),
@@ -263,6 +264,7 @@ SECTIONS = {
             {
                 "ippo_rnn": SMAX_3M,
                 "mappo": SMAX_3M,
+                "mappo 4 epochs without entropy bonus": f"{SMAX_3M} {LONG}",
                 "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
                 "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
             },

@@ -43,7 +43,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "Pendulum-v1 without velocity": "ppo_vtrace",
     "MPE_simple_spread_v3": "ippo",
     "MPE_simple_reference_v3": "mappo",
-    "HeuristicEnemySMAX/3m": "mappo",
+    "HeuristicEnemySMAX/3m": "mappo 4 epochs without entropy bonus",
     "Catch-8x8": "disco",
 }
 COMMITS = ("73daa3b", "427f887")  # of curves: no algorithm has changed since
