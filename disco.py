@@ -11,9 +11,9 @@ meaning was discovered as well; q predicts returns. One update:
     loss         KL(policy' || policy) + KL(y' || y) + KL(z' || z) + KL(next policy || aux_pi)
                  + 0.2 cross_entropy(returns, q), then one step of Adam
 As in the authors' code, a time limit counts as a termination, and the loss skips the first step
-after a reset: first actions are learned by generalization only, one-step episodes teach nothing.
-`--rule` offers two baselines. Axes: L = T + 1 steps, of which the last only bootstraps; A actions,
-D devices, S seeds; N, B, C per device.
+after a reset: an episode's first action is learned by generalization only, and one-step episodes
+teach nothing. `--rule` offers two baselines. Axes: L = T + 1 steps, of which the last only
+bootstraps; A actions, D devices, S seeds; N, B, C per device.
 
     python disco.py
 """
@@ -101,7 +101,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --rule actor_critic --lr 5e-4"""
 
-    total_timesteps: float = 58e3  # environment steps per seed, rounded to num_evals equal parts
+    total_timesteps: float = 58e3  # environment steps per seed, in whole updates per evaluation
     num_steps: int = 29  # rollout length
     rule: Literal["disco", "actor_critic", "policy_gradient"] = "disco"  # Disco103 or a baseline
     weights: str = "disco103"  # disco103 (downloaded once), random (always the same) or an npz file
@@ -277,7 +277,7 @@ class Agent(nn.Module):
             action = jnp.broadcast_to(jnp.arange(self.num_actions), cell.shape[:-1])
         action = nn.one_hot(action, self.num_actions, dtype=cell.dtype)
         gates = dense(4 * config.model_size, "gates")
-        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # as after an output gate of 1
+        hidden, _ = lstm_cell(gates, action, nn.tanh(cell), cell)  # first hidden state: tanh(cell)
         heads = {}
         for name, size in (
             ("z", self.prediction_size),
@@ -556,8 +556,8 @@ def vtrace(reward, done, value, ratio, gamma, trace_lambda):
     """V-trace (Espeholt et al. 2018, arXiv 1802.01561, eq. 1). Returns advantage, target, [T, B].
 
     With the paper's c = trace_lambda * ratio, target - value = ratio * (returns - value), where the
-    returns are those of Retrace with the value in place of q. target - value is also the advantage,
-    as in GAE; the paper's is ratio * (reward + gamma * next target - value).
+    returns are those of Retrace with q = value. As in GAE, this is also the advantage; that of the
+    paper is ratio * (reward + gamma * next target - value).
     """
     returns = retrace(reward, done, value, value[:-1], trace_lambda * ratio, gamma)
     advantage = ratio * (returns - value[:-1])
@@ -638,7 +638,7 @@ def make_features(embeddings: Embeddings, online, target, batch, values: Values,
     """Inputs of the meta-network: step_features [T, B, 27], embedded actions [T, B, A, 2].
 
     In meta-training (disco_meta.py), gradients pass from here to the agent through its y and z
-    only, hence the stop_gradient of the policies. The released weights fix the order of features.
+    only: policies are stopped here, values in disco_rule. The weights fix the order of features.
     """
     action = batch.action[:-1]
     policy = jax.lax.stop_gradient(nn.softmax(online.logits))  # [T + 1, B, A]
@@ -757,7 +757,7 @@ def normalize_targets(advantage, value_target, moments: Moments, config: Config)
     """The options of actor_critic, whose advantage is also the error of its value."""
     mean, std = moments.mean_and_std()
     if config.normalize_errors:  # the value follows a scaled error, as in the authors' code
-        value_target += advantage / std - advantage
+        value_target += advantage / std - advantage  # value + advantage / std
     if config.normalize_advantages:
         advantage = (advantage - mean) / std
     return advantage, value_target
@@ -876,7 +876,7 @@ def learn(meta_net: MetaNetwork, state: Any, batch: Transition, network, optimiz
         metrics["value/explained_variance"] = 1 - td.var() / value_target.var()
         metrics["value/td"] = jnp.abs(td).mean()
         metrics["value/target"] = value_target.mean()
-        metrics["value/mean"] = (value_target - td).mean()
+        metrics["value/mean"] = (value_target - td).mean()  # before the update
     grads, metrics = pmean((grads, metrics))
     metrics["optim/grad_norm"] = optax.tree.norm(grads)
     updates, opt_state = optimizer.update(grads, state.opt_state)
@@ -910,7 +910,7 @@ def make_train(config: Config):
         devices = devices[:, :-1]
     num_devices = devices.size
     if num_devices == 0:
-        raise ConfigError(f"{len(devices)} processes: num_envs, replay_* must be multiples")
+        raise ConfigError(f"{len(devices)} processes must divide num_envs and replay_*")
     if config.normalize_errors and not config.scalar_value:
         raise ConfigError("normalize_errors needs scalar_value")
     trajectories = min(config.replay_size, config.num_updates * config.num_envs)
@@ -1014,7 +1014,7 @@ def make_train(config: Config):
         return jax.vmap(init_seed)(jax.random.split(key, config.num_seeds))
 
     pmap = partial(jax.pmap, axis_name="devices", devices=devices.ravel().tolist())
-    init = lambda keys: pmap(init_seeds)(keys[: devices.shape[1]])
+    init = lambda keys: pmap(init_seeds)(keys[: devices.shape[1]])  # of the devices in use
     return init, pmap(jax.vmap(train_seed), donate_argnums=0), init_seed, train_seed
 
 
@@ -1243,7 +1243,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple, where an option is one, as a list.
+            # In JSON, options that are tuples have become lists.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

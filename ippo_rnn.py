@@ -97,7 +97,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --cell lstm --actor-lr 1e-3"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, rounded to num_evals equal parts
+    total_timesteps: float = 1e6  # environment steps per seed, in whole updates per evaluation
     num_steps: int = 128  # rollout length
     share_parameters: bool = True  # one network for all agents, not one each
     actor_epochs: int = 2  # passes of the actor over each rollout
@@ -191,7 +191,7 @@ class Rings:
 
 def jaxnav_time_limit(env, state, reward):
     ended = state.goal_reached | state.move_term
-    # Agents that evaporate leave one by one, [K]; else all act until the last one has ended, [].
+    # If agents evaporate, each leaves when it has ended, [K]; else all act until the last has, [].
     return ~(ended if env.evaporating else ended.all())
 
 
@@ -266,11 +266,11 @@ def make_env(config: Config):
     Both handle a single environment; all but key and env_state have a leading agent axis, [K, ...].
     `obs` and `next_obs` are Observations; the actions led to `next_obs`. An agent is terminated or
     truncated once; from then on, it is not active and is paid 0. (In the next_obs of a truncation
-    it still is: its return bootstraps from there.) When the last agent is done, `step` resets the
-    environment: `obs` is then the first observation of the next episode. Episodes must end, or
-    evaluations never do. Continuous actions are samples of a Gaussian: `step` clips them, here to
-    [-1, 1], and rescales them. `step` may return a seventh value: scalars by name, logged as
-    env/<name> where an episode ends. `names` are in the order of K. Raises ConfigError.
+    it is still active: its return bootstraps from there.) When the last agent is done, `step`
+    resets the environment: `obs` is then the first observation of the next episode. Episodes must
+    end, or evaluations never do. Continuous actions are samples of a Gaussian: `step` clips them,
+    here to [-1, 1], and rescales them. `step` may return a seventh value: scalars by name, logged
+    as env/<name> where an episode ends. `names` are in the order of K. Raises ConfigError.
     """
     env = load_env(config)
     names = tuple(env.agents)
@@ -280,12 +280,12 @@ def make_env(config: Config):
     spaces = {name: env.action_space(name) for name in names}
     continuous = not hasattr(spaces[names[0]], "n")
     all_legal = {name: jnp.ones(space.shape or space.n) for name, space in spaces.items()}
-    # Masks of legal actions: discrete SMAX and Hanabi have such a method; in others all are legal.
+    # Masks of legal actions: discrete SMAX and Hanabi have a method; in others all are legal.
     method = "get_avail_actions" if "SMAX" in family and not continuous else "get_legal_moves"
     legal_actions = getattr(env, method, lambda env_state: all_legal)
 
     def stack(by_name):
-        """{name: tree} -> [K, F], flattened and padded with zeros to one size."""
+        """{name: tree} -> [K, size of the largest], flattened and padded with zeros."""
         flatten = lambda tree: jnp.concatenate([jnp.ravel(x) for x in jax.tree.leaves(tree)])
         rows = [jnp.float32(flatten(by_name[name])) for name in names]
         size = max(row.size for row in rows)
@@ -405,7 +405,7 @@ class ActorCritic(nn.Module):
         value = jnp.where(obs.active, value.squeeze(-1), 0)
         mask = obs.mask & obs.active[..., None]
         if not self.continuous:
-            # Unequal: if all are masked, the first action is certain and the entropy 0.
+            # A constant each: if all are masked, the first action is certain and the entropy 0.
             masked = -1e9 * (1 + jnp.arange(num_outputs))
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value, hidden
         mean, log_std = jnp.split(outputs, 2, axis=-1)
@@ -563,7 +563,7 @@ def make_train(config: Config):
     apply_agents = network.apply if config.share_parameters else apply_each
 
     def apply_once(params, obs, hidden, reset):
-        """All agents on sequences of one step; reset has no axis K. Policies are trees."""
+        """All agents on sequences of one step; reset has no axis K. Policies are pytrees, too."""
         reset = jnp.broadcast_to(reset[..., None], obs.active.shape)  # [..., K]
         obs, reset = jax.tree.map(lambda x: x[None], (obs, reset))
         return jax.tree.map(lambda x: x[0], apply_agents(params, obs, hidden, reset))
@@ -629,7 +629,7 @@ def make_train(config: Config):
             # turns cond into both branches.)
             truncated = transition.done & transition.next_obs.active
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(runners.done))
-            skip = lambda *_: transition.value  # read only where not active: 0 there
+            skip = lambda *_: transition.value  # matters for inactive agents only: 0 there
             final_value = jax.lax.cond(truncated.any(), critic, skip, *final)
             return runners, (transition._replace(next_obs=None), final_value)
 
@@ -1015,7 +1015,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple, where an option is one, as a list.
+            # In JSON, options that are tuples have become lists.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

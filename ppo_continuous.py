@@ -91,7 +91,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --policy beta --lr 3e-4"""
 
-    total_timesteps: float = 5e5  # environment steps per seed, rounded to num_evals equal parts
+    total_timesteps: float = 5e5  # environment steps per seed, in whole updates per evaluation
     num_steps: int = 128  # rollout length
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
@@ -799,7 +799,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple, where an option is one, as a list.
+            # In JSON, options that are tuples have become lists.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

@@ -100,7 +100,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --num-layers 2 --lr 1e-3"""
 
-    total_timesteps: float = 3e6  # environment steps per seed, rounded to num_evals equal parts
+    total_timesteps: float = 3e6  # environment steps per seed, in whole updates per evaluation
     num_steps: int = 64  # rollout length; at most 16 if num_envs > 1024
     update_epochs: int = 1  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
@@ -880,7 +880,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # JSON stores a tuple, where an option is one, as a list.
+            # In JSON, options that are tuples have become lists.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)
