@@ -234,8 +234,8 @@ SECTIONS = {
             {
                 "ippo": SPREAD,
                 "ippo 4 epochs": f"{SPREAD} --actor-epochs 4 --critic-epochs 4",
-                "jaxmarl": "TOTAL_TIMESTEPS=1e6",
-                "jaxmarl LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
+                "jaxmarl ippo_ff": "TOTAL_TIMESTEPS=1e6",
+                "jaxmarl ippo_ff LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
                 "ippo_rnn": SPREAD,
                 "mappo": SPREAD,
             },

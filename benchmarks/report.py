@@ -102,9 +102,9 @@ SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every pictu
     "stoix": GOLD,
     "cleanrl": PINK,
     "xland": PURPLE,
+    "jaxmarl ippo_ff": BROWN,
     "jaxmarl ippo_rnn": PINK,
     "jaxmarl mappo_rnn": GOLD,
-    "jaxmarl": BROWN,
 }
 
 
@@ -249,7 +249,8 @@ def file_name(section: str) -> str:
 FIRST_PAGE = """# Results
 
 All numbers are measured ([how](#how-it-was-measured)). Each command links to the curves of all
-seeds; a peer is another implementation of PPO. Gymnasium, Craftax and others:
+seeds; a peer is another implementation of PPO. Returns: interquartile mean [95% interval]; (t): of
+training; \\*: measured with an earlier version of the script. Gymnasium, Craftax and others:
 [environments](environments.md). Speed with equal networks and sizes:
 [benchmarks](../benchmarks/RESULTS.md).
 
@@ -268,48 +269,50 @@ The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit
 every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, no
 GPU. **A star (\\*) marks curves of ours that were measured with earlier versions of the scripts**,
 which draw other random numbers (the commits are in the CSVs): today's commands, with the same
-settings, give similar but not identical curves. Options of evaluation and the number of seeds are
-left out.
+settings, give similar but not identical curves. The commands in the table leave out evaluation
+options and the number of seeds.
 
-For each environment the table has one script, chosen after seeing the results. How settings were
-found, on which environments and seeds: [ours](../benchmarks/tuning.md),
-[peers](../benchmarks/peers.md#learning-curves).
+For each environment the table has one script, chosen after seeing the results (on 3m with settings
+that were found there, on another seed). How settings were found, on which environments and seeds:
+[ours](../benchmarks/tuning.md), [peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
   interval, in the last 5% of the steps. Evaluations play 128 full episodes from fresh resets (32 in
-  MinAtar, Brax) with sampled actions. Training returns of a peer that does not evaluate are marked
+  MinAtar and Brax, 1280 in rings) with sampled actions. In trials, the return is the mean over all
+  their episodes, the first included. Training returns of a peer that does not evaluate are marked
   (t): small differences from evaluations mean nothing. "wins" is the share of training episodes
   that were won.
 - **seeds**: five to 32, on the pages. CleanRL on the continuous tasks and Stoix on
   MountainCarContinuous-v0 are slow on a CPU: three. Stoix on Pendulum-v1: ten, where ours have 32.
 - **time**: training of one seed on two idle cores of a virtual server, without evaluation and
-  compilation (which takes 5 to 30 s more): steps divided by the steps/s that
-  `python benchmarks/learning.py --clock` measures, the systems of a task taking turns
-  ([clock.csv](../benchmarks/results/clock.csv)). The server's speed varies by a factor of two from
-  day to day: compare within an environment only. XLand-MiniGrid is timed with its own layers, which
-  are made for GPUs: with equivalent matrix products it is nine times as fast here.
+  compilation (which takes 5 to 30 s more): steps divided by the steps/s that `python
+  benchmarks/learning.py --clock` measures, the systems of a task taking turns
+  ([clock.csv](../benchmarks/results/clock.csv)); empty: not measured. The server's speed varies by
+  a factor of two from day to day: compare within an environment only. XLand-MiniGrid is timed with
+  its own layers, which are made for GPUs: with equivalent matrix products it is nine times as fast
+  here.
 - **best peer**: that with the highest return over all its settings. Peers run with their published
   settings for the environment, else with those of their default environment; what was changed is in
   the name.
 - On the pages of the families, **mean ± std** has the standard deviation of these seeds. **steps
-  to** a threshold is the median over seeds of the first point of the curve at or above it, with
-  its 95% bootstrap interval; it can differ from where the drawn interquartile mean crosses.
-  Curves have a point per evaluation, those of training returns up to 50. A seed above the
-  threshold at the first point may have reached it earlier. Without brackets, both ends round to
-  the median; "never" means that at least half of the seeds did not get there. Thresholds are
-  ours, near what solves a task. **steps/s** is the median of the timed calls [slowest, fastest].
-  If a peer was run with several settings, the tables and pictures show those with the highest
-  return; the others follow in a table of their own.
+  to** a threshold is the median over seeds of the first point of the curve at or above it, with its
+  95% bootstrap interval; it can differ from where the drawn interquartile mean crosses. **seconds
+  to** it are these steps divided by the steps/s. Curves have a point per evaluation, those of
+  training returns up to 50. A seed above the threshold at the first point may have reached it
+  earlier. Without brackets, both ends round to the median; "never" means that at least half of the
+  seeds did not get there. Thresholds are ours, near what solves a task. **steps/s** is the median
+  of the timed calls [slowest, fastest]. If a peer was run with several settings, the tables and
+  pictures show those with the highest return; the others follow in a table of their own.
 
 Peers: {peers}.
 """
 CAPTION = """Lines: interquartile means over seeds, solid ours, dashed peers. Bands: 95% bootstrap
-intervals. Dotted: the threshold in the tables."""
+intervals. Dotted: the threshold, near what solves the task."""
 COMMANDS = """
 ## Commands
 
-Run these at the commit in the CSV: some defaults have changed since. [Results](../results.md) has
-commands of today.
+Rows with a star: run the command at the commit in the CSV, since defaults have changed. The others
+run as they are.
 
 ```bash
 """
@@ -447,7 +450,7 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
 def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
     machine_of = {row["name"]: row["machine"] for row in read_clock()}
     machines = sorted({machine_of[row.name] for row, _ in curves if row.name in machine_of})
-    machines = f" Steps/s on virtual cores: {', '.join(machines)}." if machines else ""
+    machines = f" Steps/s on virtual cores ({', '.join(machines)})." if machines else ""
     text = PAGE.format(section=section, machines=machines)
     for name in pictures_of(section, curves, rates):
         x = "seconds" if "_time" in name else "steps"
