@@ -101,7 +101,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --rule actor_critic --lr 5e-4"""
 
-    total_timesteps: float = 58e3  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 58e3  # steps per seed, rounded to whole updates per evaluation
     num_steps: int = 29  # rollout length
     rule: Literal["disco", "actor_critic", "policy_gradient"] = "disco"  # Disco103 or a baseline
     weights: str = "disco103"  # disco103 (downloaded once), random (always the same) or an npz file
@@ -1179,7 +1179,7 @@ def main(config: Config) -> dict:
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
             call_sps = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)  # of all seeds
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
                 raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
@@ -1212,7 +1212,7 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        has_video = len(SOURCES) < 2  # a second one is a file in environments/: no video
+        has_video = len(SOURCES) < 2  # a second is a file in environments/: without video
         video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
@@ -1243,7 +1243,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # In JSON, options that are tuples have become lists.
+            # Options that are tuples (one of yours may be) have become lists in JSON.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

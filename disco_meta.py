@@ -565,7 +565,7 @@ def main(config: Config) -> dict:
             state, metrics = train(state)
             metrics = {name: np.array(x)[0] for name, x in metrics.items()}  # [S, meta steps]
             call_sps = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)  # of all agents
             if not np.isfinite(metrics["meta/grad_norm"]).all():
                 raise ConfigError(
                     f"meta-gradient is not finite; continue {run_dir} with a lower meta_lr"
@@ -618,7 +618,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # In JSON, options that are tuples have become lists.
+            # Options that are tuples (one of yours may be) have become lists in JSON.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

@@ -97,7 +97,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --cell lstm --actor-lr 1e-3"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 1e6  # steps per seed, rounded to whole updates per evaluation
     num_steps: int = 128  # rollout length
     share_parameters: bool = True  # one network for all agents, not one each
     actor_epochs: int = 2  # passes of the actor over each rollout
@@ -433,7 +433,7 @@ class RNN(nn.Module):
 class Transition(NamedTuple):
     obs: Observation  # [K, ...], like all below but hidden and info
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [1, N, K, H] at the start of a rollout; None in single steps
+    hidden: Any  # [1, N, K, H] before the first step of a rollout; None in single steps
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
@@ -474,7 +474,7 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
+    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # A termination stops the bootstrap; a termination or a truncation cuts the trace.
     next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
@@ -690,7 +690,7 @@ def make_train(config: Config):
             return (params, opt_state, actor_epochs), metrics
 
         # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
+        # twice). None depends on the rollout: XLA:CPU can sort while that runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (num_epochs, envs_per_device), jnp.uint32)
         indices = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)
@@ -951,7 +951,7 @@ def main(config: Config) -> dict:
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
             call_sps = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)  # of all seeds
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
                 raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
@@ -984,7 +984,7 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        has_video = len(SOURCES) < 2  # a second one is a file in environments/: no video
+        has_video = len(SOURCES) < 2  # a second is a file in environments/: without video
         video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
@@ -1015,7 +1015,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # In JSON, options that are tuples have become lists.
+            # Options that are tuples (one of yours may be) have become lists in JSON.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

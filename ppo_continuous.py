@@ -91,7 +91,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --policy beta --lr 3e-4"""
 
-    total_timesteps: float = 5e5  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 5e5  # steps per seed, rounded to whole updates per evaluation
     num_steps: int = 128  # rollout length
     update_epochs: int = 4  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch
@@ -195,7 +195,7 @@ def make_env(config: Config):
 
     def step(key, env_state, action):
         low, high = action_space.low, action_space.high
-        action = action.astype(float)  # under x64, an env_state that holds it is float64
+        action = action.astype(float)  # float64 under x64, like an env_state that stores it
         action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
@@ -339,7 +339,7 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
+    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # A termination stops the bootstrap; a termination or a truncation cuts the trace.
     next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
@@ -491,7 +491,7 @@ def make_train(config: Config):
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
         # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
+        # twice). None depends on the rollout: XLA:CPU can sort while that runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -735,7 +735,7 @@ def main(config: Config) -> dict:
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
             call_sps = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)  # of all seeds
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
                 raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
@@ -768,7 +768,7 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        has_video = len(SOURCES) < 2  # a second one is a file in environments/: no video
+        has_video = len(SOURCES) < 2  # a second is a file in environments/: without video
         video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
@@ -799,7 +799,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # In JSON, options that are tuples have become lists.
+            # Options that are tuples (one of yours may be) have become lists in JSON.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

@@ -100,14 +100,14 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --num-layers 2 --lr 1e-3"""
 
-    total_timesteps: float = 3e6  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 3e6  # steps per seed, rounded to whole updates per evaluation
     num_steps: int = 64  # rollout length; at most 16 if num_envs > 1024
     update_epochs: int = 1  # passes over each rollout
     num_minibatches: int = 16  # minibatches per epoch, of whole sequences
     num_layers: int = 1  # GRUs, each reading the one before; the heads read the sum of all
     hidden_size: int = 64  # units of a GRU
     embedding_size: int = 8  # features per tile; 0: one-hot tiles and colors
-    conv_size: int = 8  # channels of the first convolution; times 4 on a 3 x 3 view
+    conv_size: int = 8  # channels of the first convolution over tiles; times 4 on a 3 x 3 view
     head_size: int = 64  # width of the actor's and the critic's hidden layer
     lr: float = 3e-3  # Adam learning rate
     anneal_lr: bool = True  # decay the learning rate linearly to zero
@@ -354,7 +354,7 @@ class ActorCritic(nn.Module):
 class Transition(NamedTuple):
     obs: Observation
     reset: jax.Array  # the memory is cleared before obs is read
-    hidden: Any  # [1, N, L H] at the start of a rollout; None in single steps
+    hidden: Any  # [1, N, L H] before the first step of a rollout; None in single steps
     action: jax.Array
     log_prob: jax.Array
     value: jax.Array
@@ -395,7 +395,7 @@ class TrainState(NamedTuple):
 def compute_gae(rollout: Transition, next_value, gamma, gae_lambda):
     """Generalized advantage estimation (arXiv 1506.02438, eq. 16).
 
-    All arrays are [T, ...]; next_value is that of the next observation. Returns advantage, target.
+    All arrays are [T, ...]; next_value is the value of next_obs. Returns advantage, target.
     """
     # A termination stops the bootstrap; a termination or a truncation cuts the trace.
     next_value = jnp.where(rollout.terminated, 0, next_value)  # not a product: 0 * NaN is NaN
@@ -534,8 +534,8 @@ def make_train(config: Config):
         def act_all(runners, _):
             runners, transition = jax.vmap(act, (None, 0))(state.params, runners)  # [N]
             # The value of the final observation, with the memory of its episode. This pass covers
-            # all N, but is skipped in steps without a truncation: in every step, it would take a
-            # sixth of the training time. (With several seeds, it does: vmap runs both branches.)
+            # all N, so steps without a truncation skip it: else it takes a sixth of the training
+            # time. (With several seeds, it always does: vmap runs both branches.)
             truncated = transition.done & ~transition.terminated
             final = (transition.next_obs, runners.hidden, jnp.zeros_like(truncated))
             skip = lambda *_: transition.value  # a placeholder
@@ -571,7 +571,7 @@ def make_train(config: Config):
             return jax.lax.scan(update_minibatch, carry, indices)
 
         # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
+        # twice). None depends on the rollout: XLA:CPU can sort while that runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, envs_per_device), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
@@ -816,7 +816,7 @@ def main(config: Config) -> dict:
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
             call_sps = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)  # of all seeds
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
                 raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
@@ -849,7 +849,7 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        has_video = len(SOURCES) < 2  # a second one is a file in environments/: no video
+        has_video = len(SOURCES) < 2  # a second is a file in environments/: without video
         video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
@@ -880,7 +880,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # In JSON, options that are tuples have become lists.
+            # Options that are tuples (one of yours may be) have become lists in JSON.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

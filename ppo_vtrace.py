@@ -97,7 +97,7 @@ class Environment:
 class Algorithm:
     """How agents learn. For example: --cell lstm --rho-clip 2"""
 
-    total_timesteps: float = 5e5  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 5e5  # steps per seed, rounded to whole updates per evaluation
     num_steps: int = 32  # rollout length
     update_epochs: int = 8  # draws of segments from each rollout
     num_minibatches: int = 8  # minibatches per epoch
@@ -215,7 +215,7 @@ def make_env(config: Config):
     def step(key, env_state, action):
         if not is_discrete:
             low, high = action_space.low, action_space.high
-            action = action.astype(float)  # under x64, an env_state that holds it is float64
+            action = action.astype(float)  # float64 under x64, like an env_state that stores it
             action = low + (high - low) * (action + 1) / 2
         outcome = env.step(key, env_state, action, params)
         obs, env_state, reward, terminated, truncated, info = outcome
@@ -325,7 +325,7 @@ class Memory(nnx.Module):
 
 
 class ActorCritic(nnx.Module):
-    """A policy and a value function. hidden is a pair: the state of each one's Memory."""
+    """A policy and a value function. hidden is a pair: the carries of both."""
 
     def __init__(
         self, obs_size: int, num_actions: int, policy_kind: str, config: Config, rngs: nnx.Rngs
@@ -398,7 +398,7 @@ class TrainState(NamedTuple):
     key: jax.Array
     params: Any
     opt_state: Any
-    return_stats: Moments
+    return_stats: Moments  # of discounted_sum
     runners: RunnerState  # [N]
     updates_done: jax.Array
     eval_return: jax.Array  # of the latest evaluation
@@ -637,7 +637,7 @@ def make_train(config: Config):
             indices, probability = draw_segments(key, priority, num_drawn)
             weight = probability**-beta
             drawn = (indices, weight / weight.mean())  # mean 1; Schaul et al. divide by the maximum
-            # In order of score: mixed minibatches learn more slowly (docs/ppo_vtrace.md).
+            # Not shuffled, highest scores first: it learns faster (docs/ppo_vtrace.md).
             split = lambda x: x.reshape(config.num_minibatches, -1)  # [num_minibatches, B]
             return jax.lax.scan(update_minibatch, carry, jax.tree.map(split, drawn))
 
@@ -885,7 +885,7 @@ def main(config: Config) -> dict:
             # [S, updates], the same on all devices.
             metrics = {name: np.array(x.addressable_data(0))[0] for name, x in metrics.items()}
             call_sps = call_steps / (time.perf_counter() - call_start)
-            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)
+            metrics["time/sps"] = np.full_like(metrics["eval/return"], call_sps)  # of all seeds
             if not np.isfinite(metrics["optim/grad_norm"][:, -1]).any():
                 raise ConfigError(f"all seeds diverged: {run_dir} needs a lower learning rate")
             host_state = process_allgather(state, tiled=True)
@@ -918,7 +918,7 @@ def main(config: Config) -> dict:
             interval = f" ± {stats.sem(returns) * stats.t.ppf(0.975, returns.size - 1):.3g}"
         # plot and enjoy are installed with the project.
         print(f"return {returns.mean():.4g}{interval}\nto plot:  plot {run_dir}")
-        has_video = len(SOURCES) < 2  # a second one is a file in environments/: no video
+        has_video = len(SOURCES) < 2  # a second is a file in environments/: without video
         video = f" --video {run_dir / 'video.gif'}" if has_video else ""
         print(f"to watch: enjoy {run_dir}{video}")
     if wandb_run:
@@ -949,7 +949,7 @@ def cli():
             stored = json.loads(path.read_text())
             if not isinstance(stored, dict) or stored.get("script") != SCRIPT:
                 raise ConfigError(f"{config.run_dir} does not hold a run of {SCRIPT}.py")
-            # In JSON, options that are tuples have become lists.
+            # Options that are tuples (one of yours may be) have become lists in JSON.
             stored = {k: tuple(x) if isinstance(x, list) else x for k, x in stored.items()}
             default = Config(**{name: stored[name] for name in vars(config) if name in stored})
             config = read_options(default)

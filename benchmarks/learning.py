@@ -180,6 +180,7 @@ ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
 REFERENCE = "--env-id MPE_simple_reference_v3"
 SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
+COIN_GAME = """--env-id coin_game --env-params '{"shared_rewards": true}'"""
 LONG = "--actor-epochs 4 --critic-epochs 4 --ent-coef 0"
 SECTIONS = {
     "Classic control": [
@@ -256,6 +257,12 @@ SECTIONS = {
                     "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
                 ),
             },
+        ),
+        Task(
+            "coin_game with shared rewards",
+            110,
+            5,
+            {"ippo": COIN_GAME, "ippo_rnn": COIN_GAME, "mappo": COIN_GAME},
         ),
         Task(
             "HeuristicEnemySMAX/3m",

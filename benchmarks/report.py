@@ -7,6 +7,7 @@ docs/results/CONTRIBUTING.md.
 
 import csv
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -410,7 +411,7 @@ def overview_row(row: Row, curve: Curve, peer, shorter, rates: dict[str, Rate]) 
     time = lambda row, x: (
         duration(x.steps[-1] / rates[row.name].median) if row.name in rates else ""
     )
-    words = re.sub(r" --(num-evals|eval-episodes) \d+", "", " ".join(["", *row.words]))
+    words = re.sub(r" --(num-evals|eval-episodes) \d+", "", " " + shlex.join(row.words))
     wins = ", wins" if row.task.wins else ""
     cells = [
         row.task.title + wins,

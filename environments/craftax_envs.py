@@ -50,7 +50,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-4 --num-steps 128"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 1e6  # steps per seed, rounded to whole updates per evaluation
     num_steps: int = 64  # rollout length
     hidden_size: int = 256  # width of the dense layers
     lr: float = 1e-3  # Adam learning rate

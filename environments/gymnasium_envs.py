@@ -47,7 +47,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-4 --num-steps 512"""
 
-    total_timesteps: float = 1e6  # environment steps, in whole updates per evaluation
+    total_timesteps: float = 1e6  # environment steps, rounded to whole updates per evaluation
     num_steps: int = 256  # rollout length
 
 

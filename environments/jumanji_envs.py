@@ -47,7 +47,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --ent-coef 0.01"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 1e6  # steps per seed, rounded to whole updates per evaluation
     lr: float = 1e-3  # Adam learning rate
 
 

@@ -44,7 +44,7 @@ class Environment(script.Environment):
 class Algorithm(script.Algorithm):
     """How agents learn. For example: --lr 3e-3"""
 
-    total_timesteps: float = 1e6  # environment steps per seed, in whole updates per evaluation
+    total_timesteps: float = 1e6  # steps per seed, rounded to whole updates per evaluation
     lr: float = 1e-3  # Adam learning rate
 
 

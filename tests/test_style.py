@@ -49,12 +49,12 @@ OVERRUN = {
     "ppo_obs_norm": (6_700, 125),
     "ppo_rnn": (8_800, 150),
     "ppo_meta": (7_000, 130),
-    "ppo_vtrace": (5_400, 115),
-    "ippo": (7_700, 125),
+    "ppo_vtrace": (5_500, 115),
+    "ippo": (7_600, 125),
     "ippo_rnn": (7_800, 115),
     "mappo": (5_200, 65),
-    "disco": (11_500, 240),
-    "disco_meta": (10_400, 180),
+    "disco": (11_400, 240),
+    "disco_meta": (10_500, 180),
 }
 BUDGETS = {k: (c + OVERRUN[k][0], n + OVERRUN[k][1]) for k, (c, n) in HOUSE_STYLE.items()}
 README = (ROOT / "README.md").read_text()
