@@ -349,6 +349,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
     "brax": "brax",
     "MPE": "jaxmarl",
     "HeuristicEnemySMAX": "jaxmarl",
+    "coin_game": "jaxmarl",
 }
 SEEDS = {  # of what is slow
     r"__disco-random": 3,
