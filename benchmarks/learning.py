@@ -180,6 +180,7 @@ ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
 REFERENCE = "--env-id MPE_simple_reference_v3"
 SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
+SMAX_2S3Z = "--env-id HeuristicEnemySMAX/2s3z"
 COIN_GAME = """--env-id coin_game --env-params '{"shared_rewards": true}'"""
 LONG = "--actor-epochs 4 --critic-epochs 4 --ent-coef 0"
 SECTIONS = {
@@ -277,6 +278,18 @@ SECTIONS = {
             },
             wins=True,
         ),
+        Task(
+            "HeuristicEnemySMAX/2s3z",
+            0.7,
+            5,
+            {
+                "ippo_rnn 4 epochs without entropy bonus": f"{SMAX_2S3Z} {LONG}",
+                "mappo 4 epochs without entropy bonus": f"{SMAX_2S3Z} {LONG}",
+                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=2s3z TOTAL_TIMESTEPS=1e6",
+                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=2s3z TOTAL_TIMESTEPS=1e6",
+            },
+            wins=True,
+        ),
     ],
     "Discovered rule": [
         Task(
@@ -353,6 +366,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
 }
 SEEDS = {  # of what is slow
     r"__disco-random": 3,
+    r"2s3z__jaxmarl-ippo_rnn": 3,
     r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__(cleanrl|stoix)": 3,
     r"^Pendulum-v1__stoix": 10,
 }

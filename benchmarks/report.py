@@ -45,6 +45,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "MPE_simple_spread_v3": "ippo",
     "MPE_simple_reference_v3": "mappo",
     "HeuristicEnemySMAX/3m": "mappo 4 epochs without entropy bonus",
+    "HeuristicEnemySMAX/2s3z": "ippo_rnn 4 epochs without entropy bonus",
     "Catch-8x8": "disco",
 }
 COMMITS = ("73daa3b", "427f887")  # of curves: no algorithm has changed since
@@ -90,6 +91,7 @@ SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every pictu
     "ppo_meta no memory": GRAY,
     "ppo_meta": BLUE,
     "ippo 4 epochs": PURPLE,
+    "ippo_rnn 4 epochs": OLIVE,
     "ippo_rnn": RED,
     "ippo": GRAY,
     "mappo 4 epochs": TEAL,
@@ -273,8 +275,8 @@ which draw other random numbers (the commits are in the CSVs): today's commands,
 settings, give similar but not identical curves. The commands in the table leave out evaluation
 options and the number of seeds.
 
-For each environment the table has one script, chosen after seeing the results (on 3m with settings
-that were found there, on another seed). How settings were found, on which environments and seeds:
+For each environment the table has one script, chosen after seeing the results (in SMAX with
+settings found on 3m, on another seed). How settings were found, on which environments and seeds:
 [ours](../benchmarks/tuning.md), [peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
