@@ -285,6 +285,7 @@ SECTIONS = {
             {
                 "ippo_rnn 4 epochs without entropy bonus": f"{SMAX_2S3Z} {LONG}",
                 "mappo 4 epochs without entropy bonus": f"{SMAX_2S3Z} {LONG}",
+                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=2s3z TOTAL_TIMESTEPS=1e6",
                 "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=2s3z TOTAL_TIMESTEPS=1e6",
             },
             wins=True,
@@ -365,6 +366,7 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
 }
 SEEDS = {  # of what is slow
     r"__disco-random": 3,
+    r"2s3z__jaxmarl-ippo_rnn": 3,
     r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__(cleanrl|stoix)": 3,
     r"^Pendulum-v1__stoix": 10,
 }
