@@ -609,9 +609,11 @@ def main():
         return learn(*args.learn)
     peers = {name: Path(path).resolve() for name, path in (x.split("=") for x in args.peers)}
     if args.report:
+        import readme_figure
         import report
 
         report.write()
+        readme_figure.main()
     elif args.clock:
         clock(all_rows(args.only), peers, args.rounds)
     else:

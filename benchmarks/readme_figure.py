@@ -1,6 +1,6 @@
 """The picture of the README, docs/readme.png: learning curves of docs/results.md.
 
-python benchmarks/readme_figure.py
+`python benchmarks/learning.py --report` draws it with the pages.
 """
 
 import sys
@@ -53,7 +53,3 @@ def main():
     figure.axes[0].set_ylabel("return")
     figure.axes[2].set_ylim(-0.02, 1.45)  # room for the legend
     figure.savefig(ROOT / "docs" / "readme.png")
-
-
-if __name__ == "__main__":
-    main()

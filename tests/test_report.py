@@ -306,3 +306,15 @@ def test_the_interval_of_the_median_is_that_of_scipy():
 )
 def test_numbers_are_short(value, text):
     assert report.short(value) == text
+
+
+def test_the_report_draws_the_picture_of_the_readme(monkeypatch, tmp_path):
+    """Else it keeps the curves of before when a row is measured anew."""
+    import readme_figure
+
+    (tmp_path / "docs").mkdir()
+    monkeypatch.setattr(readme_figure, "ROOT", tmp_path)
+    monkeypatch.setattr(report, "write", lambda: None)
+    monkeypatch.setattr("sys.argv", ["learning.py", "--report"])
+    learning.main()
+    assert (tmp_path / "docs" / "readme.png").stat().st_size > 10_000
