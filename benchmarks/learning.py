@@ -240,6 +240,8 @@ SECTIONS = {
                 "jaxmarl ippo_ff LR=5e-3": "TOTAL_TIMESTEPS=1e6 LR=5e-3",
                 "ippo_rnn": SPREAD,
                 "mappo": SPREAD,
+                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6",
+                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6",
             },
         ),
         Task(
