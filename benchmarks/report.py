@@ -42,7 +42,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "MiniGrid-MemoryS8": "ppo_rnn",
     "MiniGrid-MemoryS8 trials": "ppo_meta",
     "Pendulum-v1 without velocity": "ppo_vtrace",
-    "MPE_simple_spread_v3": "ippo",
+    "MPE_simple_spread_v3": "ippo 4 epochs",
     "MPE_simple_reference_v3": "mappo",
     "HeuristicEnemySMAX/3m": "mappo 4 epochs without entropy bonus",
     "HeuristicEnemySMAX/2s3z": "ippo_rnn 4 epochs without entropy bonus",
@@ -105,9 +105,9 @@ SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every pictu
     "stoix": GOLD,
     "cleanrl": PINK,
     "xland": PURPLE,
-    "jaxmarl ippo_ff": BROWN,
+    "jaxmarl ippo_ff": GOLD,
     "jaxmarl ippo_rnn": PINK,
-    "jaxmarl mappo_rnn": GOLD,
+    "jaxmarl mappo_rnn": BROWN,
 }
 
 
@@ -232,16 +232,22 @@ def family_of(row: Row) -> str:
     return re.sub(r" (LR=\S+|lr \S+|\d+ envs)", "", row.system)
 
 
-def split_variants(curves: list[tuple[Row, Curve]]):
+def split_variants(curves: list[tuple[Row, Curve]], family=family_of):
     """Of each peer the settings with the highest return, among our systems; and all others."""
     best = {}
     for row, curve in curves:
-        key, score = (row.task.title, family_of(row)), iqm(final_returns(curve))
+        key, score = (row.task.title, family(row)), iqm(final_returns(curve))
         if key not in best or score > best[key][0]:
             best[key] = (score, row)
     chosen = [row for _, row in best.values()]
     is_chosen = lambda pair: pair[0] in chosen
     return [x for x in curves if is_chosen(x)], [x for x in curves if not is_chosen(x)]
+
+
+def pictured(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, Curve]]:
+    """Without the variants of peers, and of our systems with fewer or more epochs the best."""
+    family = lambda row: re.sub(r" \d+ epochs.*", "", family_of(row))
+    return split_variants(curves, family)[0]
 
 
 def file_name(section: str) -> str:
@@ -462,6 +468,8 @@ def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, 
     text += f"\n{CAPTION}\n"
     tasks = {row.task.title: row.task for row, _ in curves}
     shown, others = split_variants(curves)
+    if len(pictured(curves)) < len(shown):
+        text += "\nOf a system with different numbers of epochs, the pictures show the best.\n"
     for title, task in tasks.items():
         wins = ", share of training episodes that were won" if task.wins else ""
         text += f"\n## {title}{wins}\n" + HEADER.format(x=task.threshold)
@@ -557,7 +565,7 @@ def same_constant(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, float]]:
 
 def timed_panels(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> list[str]:
     """Environments with a peer whose speed differs by half and more: time tells another story."""
-    panels = by_title([x for x in split_variants(curves)[0] if x[0].name in rates])
+    panels = by_title([x for x in pictured(curves) if x[0].name in rates])
     speeds = lambda rows: [rates[row.name].median for row, _ in rows]
     has_peer = lambda rows: any(row.is_peer for row, _ in rows)
     differs = lambda rows: max(speeds(rows)) > 1.5 * min(speeds(rows))
@@ -635,7 +643,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
 
 def pictures_of(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, Rate]):
     """{file name: panels and, where they are against seconds, rates}; six panels a picture."""
-    panels, found = by_title(split_variants(curves)[0]), {}
+    panels, found = by_title(pictured(curves)), {}
     timed = timed_panels(curves, rates)
     for suffix, titles, scale in (("", [*panels], None), ("_time", timed, rates)):
         for i in range(0, len(titles), 6):
@@ -646,9 +654,12 @@ def pictures_of(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, 
 
 
 def overview_panels(results) -> dict[str, list[tuple[Row, Curve]]]:
-    panels = by_title([x for curves in results.values() for x in split_variants(curves)[0]])
+    """Our system of the table, and of each peer the one that ends highest."""
     in_table = lambda row: row.is_peer or row.system == OVERVIEW[row.task.title]
-    return {title: [x for x in panels[title] if in_table(x[0])] for title in PICTURED}
+    curves = [x for found in results.values() for x in found if x[0].task.title in PICTURED]
+    shown = split_variants([x for x in curves if in_table(x[0])], lambda row: row.kind)[0]
+    panels = by_title(shown)
+    return {title: panels[title] for title in PICTURED}
 
 
 def by_title(curves: Iterable[tuple[Row, Curve]]) -> dict[str, list[tuple[Row, Curve]]]:

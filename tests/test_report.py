@@ -111,6 +111,23 @@ def test_a_peer_is_shown_with_its_best_settings():
     assert label("ppo_ff", "--lr 1e-3 --num-envs 64") == "ppo_ff, 64 environments"
 
 
+def test_a_picture_shows_the_best_number_of_epochs():
+    systems = ["ippo", "ippo 4 epochs", "ippo_rnn 4 epochs without entropy bonus", "ippo_rnn"]
+    task = learning.Task("Tag", 9.0, 2, dict.fromkeys(systems, ""))
+    curve = lambda x: report.Curve({}, np.array([50, 100]), np.full((2, 2), x))
+    curves = [(learning.Row(task, name), curve(i)) for i, name in enumerate(systems)]
+    pictured = [row.system for row, _ in report.pictured(curves)]
+    assert pictured == ["ippo 4 epochs", "ippo_rnn"]
+    assert len(report.split_variants(curves)[0]) == 4  # the table shows all
+
+
+def test_the_overview_has_one_curve_of_each_system():
+    for title, curves in report.overview_panels(RESULTS).items():
+        kinds = [row.kind for row, _ in curves]
+        assert len(kinds) == len({*kinds}), title
+        assert sum(not row.is_peer for row, _ in curves) == 1, title
+
+
 def test_curves_that_hide_each_other_are_named():
     task = learning.Task("Pong", 9.0, 2, dict.fromkeys(["ppo_ff", "rejax", "stoix", "cleanrl"], ""))
     levels = {"ppo_ff": [-20, 5], "rejax": [-20, -20], "stoix": [-20, -19.9], "cleanrl": [5, 5]}
