@@ -281,9 +281,10 @@ which draw other random numbers (the commits are in the CSVs): today's commands,
 settings, give similar but not identical curves. The commands in the table leave out evaluation
 options and the number of seeds.
 
-For each environment the table has one script, chosen after seeing the results (in SMAX with
-settings found on 3m, on another seed). How settings were found, on which environments and seeds:
-[ours](../benchmarks/tuning.md), [peers](../benchmarks/peers.md#learning-curves).
+For each environment the table has one script, chosen after seeing the results; on simple_spread
+also the number of epochs (two are the default). The settings in SMAX were found on 3m, on another
+seed. How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
+[peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
   interval, in the last 5% of the steps. Evaluations play 128 full episodes from fresh resets (32 in
