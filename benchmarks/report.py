@@ -233,7 +233,10 @@ def family_of(row: Row) -> str:
 
 
 def split_variants(curves: list[tuple[Row, Curve]], family=family_of):
-    """Of each peer the settings with the highest return, among our systems; and all others."""
+    """Of the curves of one family, the one with the highest return; and all others.
+
+    By default a family is a peer's script with all its settings, or one row of ours.
+    """
     best = {}
     for row, curve in curves:
         key, score = (row.task.title, family(row)), iqm(final_returns(curve))
@@ -245,7 +248,7 @@ def split_variants(curves: list[tuple[Row, Curve]], family=family_of):
 
 
 def pictured(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, Curve]]:
-    """Without the variants of peers, and of our systems with fewer or more epochs the best."""
+    """One curve of each script: the best of its learning rates (peers) or numbers of epochs."""
     family = lambda row: re.sub(r" \d+ epochs.*", "", family_of(row))
     return split_variants(curves, family)[0]
 
