@@ -88,6 +88,16 @@ PERMUTATION = [
         "indices = jax.vmap(lambda key: jax.random.permutation(key, num_samples))(bits[:, :2])",
     )
 ]
+# The index in the low digits of a random number: one array is sorted, not a pair.
+ONE_ARRAY = [
+    (
+        "indices = jnp.argsort(bits)",
+        """\
+multiples = (bits >> 1) // num_samples * num_samples
+        rows = jnp.arange(num_samples, dtype=jnp.uint32)
+        indices = (jnp.sort(multiples + rows) % num_samples)""",
+    )
+]
 CHECKPOINT = [(SCAN_GRU, SCAN_GRU.replace("step,", "jax.checkpoint(step, prevent_cse=False),"))]
 BANNER = "# ----------------------------------------- config\n"
 RBG = [(BANNER, f'jax.config.update("jax_default_prng_impl", "rbg")\n\n\n{BANNER}')]
@@ -178,6 +188,17 @@ IDEAS = {  # name: script, configuration, replacements
         "ppo_continuous",
         {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
         PERMUTATION,
+    ),
+    "one array sorted, not argsort (CartPole)": ("ppo_ff", CARTPOLE, ONE_ARRAY),
+    "one array sorted, not argsort (Pendulum)": (
+        "ppo_continuous",
+        {"num_envs": 64, "num_steps": 128, "num_minibatches": 8},
+        ONE_ARRAY,
+    ),
+    "one array sorted, not argsort (simple_spread)": (
+        "ippo",
+        {"env_id": "MPE_simple_spread_v3"},
+        ONE_ARRAY,
     ),
     "no pass of the critic over the true next observations (CartPole)": (
         "ppo_ff",
@@ -319,7 +340,8 @@ def main():
             result = subprocess.run(command, env=os.environ, capture_output=True, text=True)
             if result.returncode:
                 break
-            for rates, more in zip((plain, changed), json.loads(result.stdout), strict=True):
+            measured = json.loads(result.stdout.splitlines()[-1])  # environments print, too
+            for rates, more in zip((plain, changed), measured, strict=True):
                 rates += more
         if result.returncode:
             last = (result.stderr.strip().splitlines() or ["killed"])[-1]
