@@ -180,7 +180,7 @@ class Rings:
         distance = (state["distance"] - move * (state["distance"] > 0)) % (3 + k)
         state = {"distance": distance, "step": state["step"] + 1}
         arrived = distance == 0
-        # An agent that has arrived is not active any more: make_env pays it only once.
+        # An agent that has arrived is no longer active: make_env pays it only once.
         reward = dict(zip(self.agents, jnp.where(arrived, 1.0, -0.2), strict=True))
         done = dict(zip(self.agents, arrived, strict=True))
         done["__all__"] = arrived.all() | (state["step"] >= 8)
@@ -189,7 +189,7 @@ class Rings:
 
 def jaxnav_time_limit(env, state, reward):
     ended = state.goal_reached | state.move_term
-    # If agents evaporate, each leaves when it has ended, [K]; else all act until the last has, [].
+    # Agents that evaporate end one by one, [K]; others act until the last has ended, [].
     return ~(ended if env.evaporating else ended.all())
 
 
@@ -203,7 +203,7 @@ TIME_LIMIT |= {
     "switch": lambda env, state, reward: reward == 0,  # a guess pays 1 or -1 and ends it
     "rings": lambda env, state, reward: state["distance"] > 0,
     "jaxnav": jaxnav_time_limit,
-    # At step 0, is_terminal only tests who is alive.
+    # At step 0 time is not up: only who is alive counts.
     "SMAX": lambda env, state, reward: ~env.is_terminal(state.replace(step=0)),
     "HeuristicEnemySMAX": lambda env, state, _: ~env._env.is_terminal(state.state.replace(step=0)),
 }
@@ -278,7 +278,7 @@ def make_env(config: Config):
     spaces = {name: env.action_space(name) for name in names}
     continuous = not hasattr(spaces[names[0]], "n")
     all_legal = {name: jnp.ones(space.shape or space.n) for name, space in spaces.items()}
-    # Masks of legal actions: discrete SMAX and Hanabi have a method; in others all are legal.
+    # Legal actions: discrete SMAX and Hanabi have a method each; elsewhere all are legal.
     method = "get_avail_actions" if "SMAX" in family and not continuous else "get_legal_moves"
     legal_actions = getattr(env, method, lambda env_state: all_legal)
 
@@ -353,7 +353,7 @@ class ActorCritic(nn.Module):
         value = jnp.where(obs.active, value, 0)
         mask = obs.mask & obs.active[..., None]
         if not self.continuous:
-            # Unequal: if all are masked, the first action is certain and the entropy 0.
+            # All different: if all are masked, the first action is certain and the entropy 0.
             masked = -1e9 * (1 + jnp.arange(num_outputs))
             return distrax.Categorical(jnp.where(mask, outputs, masked)), value
         mean, log_std = jnp.split(outputs, 2, axis=-1)
@@ -493,7 +493,7 @@ def make_train(config: Config):
     lr_schedule = schedule(1.0, config.anneal_lr)  # a factor
     ent_schedule = schedule(config.ent_coef, config.anneal_ent)
 
-    # For actor and critic, with a state for each; update_minibatch multiplies by the learning rate.
+    # Serves actor and critic, each with its own state; update_minibatch applies the learning rate.
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.max_grad_norm),
         optax.scale_by_adam(eps=1e-5),
@@ -564,9 +564,9 @@ def make_train(config: Config):
             params, opt_state, learns = carry
             batch, advantage, target = minibatch
             # An inactive agent adds 0 to every loss: its advantage and target are 0, and the
-            # network's outputs are constants. Losses stay means over all samples, so that an active
-            # one weighs the same in each minibatch. Metrics and the moments of advantages are over
-            # active ones.
+            # network's outputs are constants. Losses are divided by the number of all samples, so
+            # that an active one weighs the same in each minibatch; metrics and the moments of
+            # advantages by that of active ones.
             active = jnp.float32(batch.obs.active)
             active_fraction = jnp.maximum(pmean(active.mean()), 1e-8)
             weight = active / active_fraction
@@ -604,8 +604,8 @@ def make_train(config: Config):
                 actor_epochs = jnp.where(stop, jnp.minimum(actor_epochs, epoch + 1), actor_epochs)
             return (params, opt_state, actor_epochs), metrics
 
-        # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). None depends on the rollout: XLA:CPU can sort while that runs.
+        # The permutations of all epochs, in one sort (jax.random.permutation sorts large batches
+        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (num_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(num_epochs, config.num_minibatches, -1)

@@ -582,8 +582,8 @@ def make_train(config: Config):
         def update_epoch(carry, indices):
             return jax.lax.scan(update_minibatch, carry, indices)
 
-        # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). None depends on the rollout: XLA:CPU can sort while that runs.
+        # The permutations of all epochs, in one sort (jax.random.permutation sorts large batches
+        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, envs_per_device), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)

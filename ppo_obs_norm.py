@@ -547,8 +547,8 @@ def make_train(config: Config):
             minibatches = jax.tree.map(lambda x: x[indices], samples)  # [num_minibatches, B, ...]
             return jax.lax.scan(update_minibatch, carry, minibatches)
 
-        # One permutation per epoch, by a single sort (jax.random.permutation sorts large batches
-        # twice). None depends on the rollout: XLA:CPU can sort while that runs.
+        # The permutations of all epochs, in one sort (jax.random.permutation sorts large batches
+        # twice). They do not depend on the rollout: XLA:CPU can sort while it runs.
         key, shuffle_key = jax.random.split(state.key)
         bits = jax.random.bits(shuffle_key, (config.update_epochs, num_samples), jnp.uint32)
         indices = jnp.argsort(bits).reshape(config.update_epochs, config.num_minibatches, -1)
