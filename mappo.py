@@ -114,7 +114,7 @@ class Algorithm:
     gae_lambda: float = 0.95  # trace decay of GAE
     clip_eps: float = 0.2  # clipping range of the probability ratio
     clip_value: bool = False  # also clip the change in normalized value to clip_eps
-    normalize_value: bool = True  # the critic's network predicts (value - mean) / std
+    normalize_values: bool = True  # the critic's network predicts (value - mean) / std
     value_decay: float = 0.99  # decay per update of the moving averages for this mean and std
     ent_coef: float = 0.01  # coefficient of the entropy bonus
     anneal_ent: bool = False  # decay the entropy bonus linearly to zero
@@ -679,7 +679,7 @@ def make_train(config: Config):
         next_value = jnp.where(rollout.done, final_value, next_value)
         advantage, target = compute_gae(rollout, next_value, config.gamma, config.gae_lambda)
         params, active = state.params, rollout.obs.active
-        if config.normalize_value:
+        if config.normalize_values:
             moments = params["value_stats"]["moments"].add(target, active, config.value_decay)
             params = params | {"value_stats": {"moments": moments}}
         hidden = jax.tree.map(lambda x: x[None], state.runners.hidden)

@@ -241,7 +241,7 @@ def test_a_single_agent_learns_as_in_ippo_rnn(use, cell, no_evaluation):
     """Its own observation is the world."""
     use(Toy(1))
     options = {"cell": cell, "total_timesteps": 128, "clip_value": True}
-    state, program = start(mappo, small(**options, normalize_value=False))
+    state, program = start(mappo, small(**options, normalize_values=False))
     after, metrics = program(state)
     state, program = start(ippo_rnn, small(ippo_rnn, **options))
     expected, expected_metrics = program(state)
