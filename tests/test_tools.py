@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
+import textwrap
 import types
 
 import flax.linen
 import flax.serialization
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tyro
@@ -293,6 +295,32 @@ def test_every_idea_changes_its_script(monkeypatch):
             assert source.count(old) == 1, (script, old)
             source = source.replace(old, new)
         compile(source, script, "exec")
+
+
+def test_an_idea_is_measured_even_if_its_environment_prints(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ideas
+
+    printed = subprocess.CompletedProcess([], 0, "Importing environments...\n[[2.0], [3.0]]\n", "")
+    monkeypatch.setattr(ideas.subprocess, "run", lambda *_, **__: printed)
+    monkeypatch.setattr(sys, "argv", ["ideas.py", "--only", "simple_spread", "--rounds", "1"])
+    ideas.main()
+    assert "| 2 (2 – 2) | 3 (3 – 3) | 1.50 × |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("size", [6, 512, 6144])
+def test_the_idea_of_one_array_draws_permutations(monkeypatch, size):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import ideas
+
+    ((_, text),) = ideas.ONE_ARRAY
+    largest = jnp.full((1, size), 2**32 - 1, jnp.uint32)
+    bits = jnp.concatenate([jax.random.bits(jax.random.PRNGKey(0), (2, size)), largest])
+    names = {"jnp": jnp, "bits": bits, "num_samples": size}
+    exec(textwrap.dedent("        " + text), names)
+    orders = np.asarray(names["indices"])
+    assert (np.sort(orders) == np.arange(size)).all()
+    assert (orders[0] != orders[1]).any()
 
 
 def test_the_options_of_a_storm_exist(monkeypatch):
