@@ -179,6 +179,7 @@ PLACES = (
 ACROBOT = "--env-id Acrobot-v1 --num-evals 20"
 SPREAD = "--env-id MPE_simple_spread_v3"
 REFERENCE = "--env-id MPE_simple_reference_v3"
+JAXMARL_REFERENCE = "TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
 SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
 SMAX_2S3Z = "--env-id HeuristicEnemySMAX/2s3z"
 COIN_GAME = """--env-id coin_game --env-params '{"shared_rewards": true}'"""
@@ -256,12 +257,9 @@ SECTIONS = {
                 "ippo_rnn": REFERENCE,
                 "mappo": REFERENCE,
                 "mappo 4 epochs": f"{REFERENCE} --actor-epochs 4 --critic-epochs 4",
-                "jaxmarl ippo_rnn": (
-                    "SCRIPT=ippo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
-                ),
-                "jaxmarl mappo_rnn": (
-                    "SCRIPT=mappo_rnn_mpe TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
-                ),
+                "jaxmarl ippo_rnn": f"SCRIPT=ippo_rnn_mpe {JAXMARL_REFERENCE}",
+                "jaxmarl ippo_rnn LR=5e-3": f"SCRIPT=ippo_rnn_mpe {JAXMARL_REFERENCE} LR=5e-3",
+                "jaxmarl mappo_rnn": f"SCRIPT=mappo_rnn_mpe {JAXMARL_REFERENCE}",
             },
         ),
         Task(
@@ -372,7 +370,6 @@ ENV_PACKAGES = {  # the same, by the beginning of a task's title
 }
 SEEDS = {  # of what is slow
     r"__disco-random": 3,
-    r"2s3z__jaxmarl-ippo_rnn": 3,
     r"^Pendulum-v1__cleanrl|^MountainCarContinuous-v0__(cleanrl|stoix)": 3,
     r"^Pendulum-v1__stoix": 10,
 }

@@ -176,6 +176,8 @@ def clock(program, batch, least=10, calls=3, seconds_per_call=4.0):
         steps = updates * batch
         seconds, call = program(steps)
         timed = timed_calls(call, calls)
+        if min(timed) >= seconds_per_call:
+            break
         updates = max(least, int(updates * seconds_per_call / min(timed)))
     return seconds, steps, timed
 
