@@ -296,8 +296,7 @@ seed. How settings were found, on which environments and seeds: [ours](../benchm
   (t): small differences from evaluations mean nothing. "wins" is the share of training episodes
   that were won.
 - **seeds**: five to 32, on the pages. CleanRL on the continuous tasks and Stoix on
-  MountainCarContinuous-v0 are slow on a CPU, as is JaxMARL's `ippo_rnn` on 2s3z: three. Stoix on
-  Pendulum-v1: ten, where ours have 32.
+  MountainCarContinuous-v0 are slow on a CPU: three. Stoix on Pendulum-v1: ten, where ours have 32.
 - **time**: training of one seed on two idle cores of a virtual server, without evaluation and
   compilation (which takes 5 to 30 s more): steps divided by the steps/s that `python
   benchmarks/learning.py --clock` measures, the systems of a task taking turns
