@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_ippo_rnn
 from conftest import load_script
 from gymnax.environments import spaces
 from probes import start, to_numpy
@@ -343,6 +344,15 @@ PROBE = {
     "num_evals": 1,
     "eval_episodes": 2,
 }
+
+
+def test_a_cue_is_passed_on_and_remembered(use):
+    """The probe of ippo_rnn; without memory the best return is 2."""
+    use(test_ippo_rnn.Whisper(), never)
+    after, _ = train(mappo.Config(**test_ippo_rnn.PROBE))
+    assert after.eval_return > 2.9
+    forgetful, _ = train(mappo.Config(**test_ippo_rnn.PROBE, memory=False))
+    assert 1.8 < forgetful.eval_return.item() < 2.2
 
 
 @pytest.mark.parametrize("scale", [1.0, 100.0])
