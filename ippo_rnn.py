@@ -339,33 +339,86 @@ def dense(features: int, scale: float = 2**0.5) -> nn.Dense:
     return nn.Dense(features, kernel_init=nn.initializers.orthogonal(scale))
 
 
+def gru_forward(kernel, bias, x, hidden, reset):
+    """Runs a GRU over a sequence and keeps what gru_backward needs.
+
+    x [T, ..., 3 H] has passed the dense layer; hidden [..., H] is cleared before a step with reset
+    [T, ...]. Returns hidden after each step [T, ..., H] and the residuals.
+    """
+
+    def step(hidden, inputs):
+        x, reset = inputs
+        before = jnp.where(reset[..., None], 0, hidden)
+        r_x, z_x, n_x = jnp.split(x, 3, axis=-1)  # gates r and z, candidate n
+        r_h, z_h, n_h = jnp.split(before @ kernel, 3, axis=-1)
+        r = nn.sigmoid(r_x + r_h)
+        z = nn.sigmoid(z_x + z_h)
+        gated = n_h + bias
+        n = jnp.tanh(n_x + r * gated)
+        hidden = (1 - z) * n + z * before
+        return hidden, (hidden, before, r, z, n, gated)
+
+    unroll = 1 if jax.default_backend() == "cpu" else 16  # up to 1.7x as fast on a GPU
+    _, (hidden, *steps) = jax.lax.scan(step, hidden, (x, reset), unroll=unroll)
+    return hidden, (kernel, reset, *steps)
+
+
+def gru_backward(residuals, d_output):
+    """Backpropagation through time. d_output [T, ..., H]: gradient of hidden after each step.
+
+    Written by hand because jax.grad accumulates the gradient of the kernel step by step. Here it is
+    one product at the end, which makes training 1.2 times as fast on a CPU.
+    """
+    kernel, reset, before, r, z, n, gated = residuals
+    # Derivatives with respect to what tanh and the sigmoids read, of all steps at once.
+    hidden_by_n = (1 - z) * (1 - n**2)
+    hidden_by_z = (before - n) * z * (1 - z)
+    n_by_r = gated * r * (1 - r)
+
+    def step(d_hidden, inputs):
+        d_output, reset, r, z, hidden_by_n, hidden_by_z, n_by_r = inputs
+        d_hidden += d_output
+        d_n = d_hidden * hidden_by_n
+        d_z = d_hidden * hidden_by_z
+        d_r = d_n * n_by_r
+        d_product = jnp.concatenate([d_r, d_z, d_n * r], axis=-1)  # gradient of before @ kernel
+        d_before = z * d_hidden + d_product @ kernel.T
+        return jnp.where(reset[..., None], 0, d_before), (d_n, d_product)
+
+    zero = jnp.zeros_like(d_output[0])
+    xs = d_output, reset, r, z, hidden_by_n, hidden_by_z, n_by_r
+    unroll = 1 if jax.default_backend() == "cpu" else 16  # as in gru_forward
+    d_hidden, (d_n, d_product) = jax.lax.scan(step, zero, xs, reverse=True, unroll=unroll)
+    size = len(kernel)
+    # The gates add x and the product; the candidate adds x and r times the product.
+    d_x = jnp.concatenate([d_product[..., : 2 * size], d_n], axis=-1)
+    d_product = d_product.reshape(-1, 3 * size)
+    d_kernel = before.reshape(-1, size).T @ d_product
+    d_bias = d_product[:, 2 * size :].sum(0)
+    return d_kernel, d_bias, d_x, d_hidden, None  # reset has no gradient
+
+
+@jax.custom_vjp
+def gru(kernel, bias, x, hidden, reset):
+    """The hidden states of gru_forward. Differentiable in reverse mode only."""
+    return gru_forward(kernel, bias, x, hidden, reset)[0]
+
+
+gru.defvjp(gru_forward, gru_backward)
+
+
 class GRU(nn.Module):
     """Gated recurrent unit (Cho et al. 2014, arXiv 1406.1078v1): nn.GRUCell with another init."""
-
-    dtype: Any
 
     @nn.compact
     def __call__(self, x: jax.Array, hidden: jax.Array, reset: jax.Array) -> jax.Array:
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> hidden after each step [T, ..., H]"""
         size = hidden.shape[-1]
-        x = nn.Dense(3 * size, dtype=self.dtype)(x)  # [T, ..., 3 H], all steps at once
+        x = nn.Dense(3 * size)(x)  # [T, ..., 3 H], all steps at once
         # Unlike in nn.GRUCell, one orthogonal initialization for r, z and n together.
         kernel = self.param("kernel", nn.initializers.orthogonal(), (size, 3 * size), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (size,), jnp.float32)
-        kernel, bias, hidden = (p.astype(x.dtype) for p in (kernel, bias, hidden))
-
-        def step(hidden, inputs):
-            x, reset = inputs
-            hidden = jnp.where(reset[..., None], 0, hidden)
-            r_x, z_x, n_x = jnp.split(x, 3, axis=-1)  # gates r and z, candidate n
-            r_h, z_h, n_h = jnp.split(hidden @ kernel, 3, axis=-1)
-            z = nn.sigmoid(z_x + z_h)
-            n = jnp.tanh(n_x + nn.sigmoid(r_x + r_h) * (n_h + bias))
-            hidden = (1 - z) * n + z * hidden
-            return hidden, hidden
-
-        unroll = 1 if jax.default_backend() == "cpu" else 16  # up to 1.7x as fast on a GPU
-        return jax.lax.scan(step, hidden, (x, reset), unroll=unroll)[1]
+        return gru(kernel, bias, x, hidden, reset)
 
 
 class LSTM(nn.Module):
@@ -423,7 +476,7 @@ class RNN(nn.Module):
     def __call__(self, x: jax.Array, hidden: Any, reset: jax.Array):
         """x [T, ..., F], hidden [..., H], reset [T, ...] -> outputs, hidden after each step"""
         x = nn.tanh(dense(self.config.hidden_size)(x))
-        cell = GRU(jnp.float32) if self.config.cell == "gru" else LSTM()
+        cell = GRU() if self.config.cell == "gru" else LSTM()
         hidden = cell(x, hidden, reset | (not self.config.memory))  # [T, ..., H]
         x = hidden if self.config.cell == "gru" else hidden[1]
         return dense(self.num_outputs, self.scale)(x), hidden

@@ -182,6 +182,7 @@ REFERENCE = "--env-id MPE_simple_reference_v3"
 JAXMARL_REFERENCE = "TOTAL_TIMESTEPS=1e6 ENV_NAME=MPE_simple_reference_v3"
 SMAX_3M = "--env-id HeuristicEnemySMAX/3m"
 SMAX_2S3Z = "--env-id HeuristicEnemySMAX/2s3z"
+JAXMARL_3M = "MAP_NAME=3m TOTAL_TIMESTEPS=1e6"
 COIN_GAME = """--env-id coin_game --env-params '{"shared_rewards": true}'"""
 LONG = "--actor-epochs 4 --critic-epochs 4 --ent-coef 0"
 SECTIONS = {
@@ -277,8 +278,9 @@ SECTIONS = {
                 "ippo_rnn 4 epochs without entropy bonus": f"{SMAX_3M} {LONG}",
                 "mappo": SMAX_3M,
                 "mappo 4 epochs without entropy bonus": f"{SMAX_3M} {LONG}",
-                "jaxmarl ippo_rnn": "SCRIPT=ippo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
-                "jaxmarl mappo_rnn": "SCRIPT=mappo_rnn_smax MAP_NAME=3m TOTAL_TIMESTEPS=1e6",
+                "jaxmarl ippo_rnn": f"SCRIPT=ippo_rnn_smax {JAXMARL_3M}",
+                "jaxmarl mappo_rnn": f"SCRIPT=mappo_rnn_smax {JAXMARL_3M}",
+                "jaxmarl mappo_rnn LR=4e-3": f"SCRIPT=mappo_rnn_smax {JAXMARL_3M} LR=4e-3",
             },
             wins=True,
         ),

@@ -630,8 +630,43 @@ def jaxmarl_clock(path, words):
     return clock(program, config["NUM_ENVS"] * config["NUM_STEPS"])
 
 
+def give_two_grus(path):
+    """Separate actor and critic, each with a dense layer and a GRU, as in ippo_rnn.py."""
+    import distrax
+    import flax.linen as nn
+
+    sys.path.insert(0, f"{path}/baselines/IPPO")
+    module = importlib.import_module("ippo_rnn_mpe")
+
+    class ActorCriticRNN(nn.Module):
+        action_dim: int
+        config: dict
+
+        @nn.compact
+        def __call__(self, hidden, x):
+            obs, reset = x
+            carries, outputs = [], []
+            for carry, size in zip(
+                jax.numpy.split(hidden, 2, -1), (self.action_dim, 1), strict=True
+            ):
+                features = nn.tanh(nn.Dense(carry.shape[-1])(obs))
+                carry, features = module.ScannedRNN()(carry, (features, reset))
+                carries.append(carry)
+                outputs.append(nn.Dense(size)(features))
+            logits, value = outputs
+            policy = distrax.Categorical(logits=logits)
+            return jax.numpy.concatenate(carries, -1), policy, value.squeeze(-1)
+
+    module.ActorCriticRNN = ActorCriticRNN
+
+
 def jaxmarl(path, script, options, steps_per_call, calls):
     sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
+    if script == "ippo_rnn":
+        give_two_grus(path)
+        sizes |= {"SCRIPT": "ippo_rnn_mpe", "GRU_HIDDEN_DIM": 2 * options["hidden_size"]}
+    if script == "mappo":
+        sizes |= {"SCRIPT": "mappo_rnn_mpe"}
     batch = options["num_envs"] * options["num_steps"]
     steps = max(1, steps_per_call // batch) * batch
     train, _ = jaxmarl_trainer(path, {**sizes, "TOTAL_TIMESTEPS": steps})

@@ -32,6 +32,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 CARTPOLE = {"num_steps": 128, "update_epochs": 4, "hidden_size": 64}
 PENDULUM = {**CARTPOLE, "num_envs": 64, "num_minibatches": 8, "hidden_size": 256}
 SPREAD = {"env_id": "MPE_simple_spread_v3", "num_envs": 16, "num_steps": 128, "num_minibatches": 4}
+LONG = {"actor_epochs": 4, "critic_epochs": 4}
+RECURRENT = {**SPREAD, **LONG, "num_minibatches": 2, "hidden_size": 128}
 GRU = {"num_envs": 256, "num_steps": 64, "num_minibatches": 8}
 GRU |= {"embedding_size": 0, "conv_size": 16}
 EPOCHS = {"num_envs": 64, "num_steps": 32, "update_epochs": 8, "num_minibatches": 8}
@@ -74,7 +76,9 @@ WORK = {  # name: script and configuration
     "Empty-6x6 GRU 128": ("ppo_rnn", {"num_envs": 1024, "hidden_size": 128}),
     "rings": ("ippo", {"env_id": "rings"}),
     "simple_spread": ("ippo", SPREAD),
-    "simple_spread, 4 epochs": ("ippo", {**SPREAD, "actor_epochs": 4, "critic_epochs": 4}),
+    "simple_spread, 4 epochs": ("ippo", {**SPREAD, **LONG}),
+    "simple_spread, memory": ("ippo_rnn", RECURRENT),
+    "simple_spread, central critic": ("mappo", RECURRENT),
     "Catch 8x8, random rule": ("disco", {"weights": "random"}),
 }
 PEERS = {  # name of the work: the peers that do the same
@@ -87,6 +91,8 @@ PEERS = {  # name of the work: the peers that do the same
     "XLand R1-9x9, trials": ["xland_meta"],
     "simple_spread": ["jaxmarl"],
     "simple_spread, 4 epochs": ["jaxmarl"],
+    "simple_spread, memory": ["jaxmarl"],
+    "simple_spread, central critic": ["jaxmarl"],
 }
 
 

@@ -89,27 +89,47 @@ def linen_cell(cell, params):
     return nn.GRUCell(4), weights
 
 
+def apply_linen(config, params, features, hidden, reset):
+    """The network, from linen cells: logits, value, and hidden after each step [T, B, H]."""
+    outputs, after = {}, {}
+    for part in ("actor", "critic"):
+        weights, carry, steps = params["params"][part], hidden[part], []
+        linen, cell_weights = linen_cell(config.cell, weights)
+        for t in range(len(reset)):
+            keep = ~reset[t, :, None] & config.memory
+            carry = jax.tree.map(lambda x, keep=keep: x * keep, carry)
+            x = jnp.tanh(nn.Dense(4).apply({"params": weights["Dense_0"]}, features[t]))
+            carry, x = linen.apply({"params": cell_weights}, carry, x)
+            steps.append((carry, x))
+        after[part], x = jax.tree.map(lambda *x: jnp.stack(x), *steps)
+        outputs[part] = x @ weights["Dense_1"]["kernel"] + weights["Dense_1"]["bias"]
+    return jax.nn.log_softmax(outputs["actor"]), outputs["critic"][..., 0], after
+
+
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("memory", [True, False])
 def test_actor_and_critic_are_cells_of_linen_with_a_memory_each(cell, memory):
+    """Outputs, and the gradients of all that they depend on."""
     config = small(cell=cell, memory=memory)
     network, params, obs, hidden, reset = random_inputs(config)
-    policy, value, after = network.apply(params, obs, hidden, reset)
-    outputs = {}
-    for part in ("actor", "critic"):
-        weights, carry, steps = params["params"][part], hidden[part], []
-        linen, cell_weights = linen_cell(cell, weights)
-        for t in range(len(reset)):
-            keep = ~reset[t, :, None] & memory
-            carry = jax.tree.map(lambda x, keep=keep: x * keep, carry)
-            x = jnp.tanh(nn.Dense(4).apply({"params": weights["Dense_0"]}, obs.features[t]))
-            carry, x = linen.apply({"params": cell_weights}, carry, x)
-            steps.append(x)
-            assert_close(jax.tree.map(lambda x, t=t: x[t], after[part]), carry, atol=1e-5)
-        head = weights["Dense_1"]
-        outputs[part] = jnp.stack(steps) @ head["kernel"] + head["bias"]
-    assert_close(policy.logits, jax.nn.log_softmax(outputs["actor"]), atol=1e-5)
-    assert_close(value, outputs["critic"][..., 0], atol=1e-5)
+
+    def apply(params, features, hidden):
+        seen = obs._replace(features=features)
+        policy, value, after = network.apply(params, seen, hidden, reset)
+        return policy.logits, value, after
+
+    inputs = params, obs.features, hidden
+    actual, pullback = jax.vjp(apply, *inputs)
+    expected, linen_pullback = jax.vjp(lambda *x: apply_linen(config, *x, reset), *inputs)
+    assert_close(actual, expected, atol=1e-5)
+    leaves, tree = jax.tree.flatten(actual)
+    keys = jax.random.split(jax.random.PRNGKey(1), len(leaves))
+    weights = [jax.random.normal(*x) for x in zip(keys, (x.shape for x in leaves), strict=True)]
+    weights = jax.tree.unflatten(tree, weights)
+    gradients = pullback(weights)
+    assert_close(gradients, linen_pullback(weights), atol=1e-4, rtol=1e-4)
+    assert all(x.any() for x in jax.tree.leaves(gradients[0])) or not memory
+    assert all(x.any() for x in jax.tree.leaves(gradients[2])) == memory
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
