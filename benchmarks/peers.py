@@ -630,7 +630,18 @@ def jaxmarl_clock(path, words):
     return clock(program, config["NUM_ENVS"] * config["NUM_STEPS"])
 
 
-def give_two_grus(path):
+def jaxmarl(path, script, options, steps_per_call, calls, **more):
+    sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
+    names = {"ippo": "ippo_ff_mpe", "ippo_rnn": "ippo_rnn_mpe", "mappo": "mappo_rnn_mpe"}
+    sizes |= {"SCRIPT": names[script], **more}
+    batch = options["num_envs"] * options["num_steps"]
+    steps = max(1, steps_per_call // batch) * batch
+    train, _ = jaxmarl_trainer(path, {**sizes, "TOTAL_TIMESTEPS": steps})
+    seconds, call = compiled(train, jax.random.PRNGKey(0))
+    return seconds, steps, timed_calls(call, calls)
+
+
+def jaxmarl_two_grus(path, script, options, steps_per_call, calls):
     """Separate actor and critic, each with a dense layer and a GRU, as in ippo_rnn.py."""
     import distrax
     import flax.linen as nn
@@ -645,10 +656,8 @@ def give_two_grus(path):
         @nn.compact
         def __call__(self, hidden, x):
             obs, reset = x
-            carries, outputs = [], []
-            for carry, size in zip(
-                jax.numpy.split(hidden, 2, -1), (self.action_dim, 1), strict=True
-            ):
+            carries, outputs, sizes = [], [], (self.action_dim, 1)
+            for carry, size in zip(jax.numpy.split(hidden, 2, -1), sizes, strict=True):
                 features = nn.tanh(nn.Dense(carry.shape[-1])(obs))
                 carry, features = module.ScannedRNN()(carry, (features, reset))
                 carries.append(carry)
@@ -658,20 +667,8 @@ def give_two_grus(path):
             return jax.numpy.concatenate(carries, -1), policy, value.squeeze(-1)
 
     module.ActorCriticRNN = ActorCriticRNN
-
-
-def jaxmarl(path, script, options, steps_per_call, calls):
-    sizes = {name.upper(): options[name] for name in ("num_envs", "num_steps", "num_minibatches")}
-    if script == "ippo_rnn":
-        give_two_grus(path)
-        sizes |= {"SCRIPT": "ippo_rnn_mpe", "GRU_HIDDEN_DIM": 2 * options["hidden_size"]}
-    if script == "mappo":
-        sizes |= {"SCRIPT": "mappo_rnn_mpe"}
-    batch = options["num_envs"] * options["num_steps"]
-    steps = max(1, steps_per_call // batch) * batch
-    train, _ = jaxmarl_trainer(path, {**sizes, "TOTAL_TIMESTEPS": steps})
-    seconds, call = compiled(train, jax.random.PRNGKey(0))
-    return seconds, steps, timed_calls(call, calls)
+    size = 2 * options["hidden_size"]
+    return jaxmarl(path, script, options, steps_per_call, calls, GRU_HIDDEN_DIM=size)
 
 
 def xland_module(path, name="train_single_task"):
