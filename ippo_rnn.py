@@ -342,8 +342,9 @@ def dense(features: int, scale: float = 2**0.5) -> nn.Dense:
 def gru_forward(kernel, bias, x, hidden, reset):
     """Runs a GRU over a sequence and keeps what gru_backward needs.
 
-    x [T, ..., 3 H] has passed the dense layer; hidden [..., H] is cleared before a step with reset
-    [T, ...]. Returns hidden after each step [T, ..., H] and the residuals.
+    x [T, ..., 3 H] has passed the dense layer; kernel [H, 3 H] and bias [H] are of the recurrent
+    part. hidden [..., H] is cleared before a step whose reset [T, ...] is set. Returns hidden after
+    each step [T, ..., H] and the residuals.
     """
 
     def step(hidden, inputs):
@@ -366,11 +367,12 @@ def gru_forward(kernel, bias, x, hidden, reset):
 def gru_backward(residuals, d_output):
     """Backpropagation through time. d_output [T, ..., H]: gradient of hidden after each step.
 
-    Written by hand because jax.grad accumulates the gradient of the kernel step by step. Here it is
-    one product at the end, which makes training 1.2 times as fast on a CPU.
+    Written by hand because jax.grad accumulates the gradient of the kernel inside the loop. One
+    product after the loop makes training 1.2 times as fast on a CPU.
     """
     kernel, reset, before, r, z, n, gated = residuals
-    # Derivatives with respect to what tanh and the sigmoids read, of all steps at once.
+    # Derivatives, for all steps at once. In these names n, r and z are what their tanh and sigmoids
+    # read: hidden_by_n is d hidden / d (input of tanh).
     hidden_by_n = (1 - z) * (1 - n**2)
     hidden_by_z = (before - n) * z * (1 - z)
     n_by_r = gated * r * (1 - r)
@@ -390,7 +392,7 @@ def gru_backward(residuals, d_output):
     unroll = 1 if jax.default_backend() == "cpu" else 16  # as in gru_forward
     d_hidden, (d_n, d_product) = jax.lax.scan(step, zero, xs, reverse=True, unroll=unroll)
     size = len(kernel)
-    # The gates add x and the product; the candidate adds x and r times the product.
+    # The gates read x + product, so that both have one gradient; n reads x + r * (product + bias).
     d_x = jnp.concatenate([d_product[..., : 2 * size], d_n], axis=-1)
     d_product = d_product.reshape(-1, 3 * size)
     d_kernel = before.reshape(-1, size).T @ d_product
