@@ -251,7 +251,7 @@ def load_policy(
     module, config, params = load_run(Path(run_dir), checkpoint, seed_index)
     if greedy is not None:
         config = dataclasses.replace(config, eval_greedy=greedy)
-    params = jax.device_put(params)  # once, not as constants of the program
+    params = jax.device_put(params)  # under vmap, JAX's custom_vjp refuses constants of NumPy
     start, policy = make_policy(module, config)
     runner, _ = start(jax.random.PRNGKey(0))
     expected, structure = jax.tree.flatten(runner.obs)

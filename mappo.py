@@ -348,9 +348,9 @@ def dense(features: int, scale: float = 2**0.5) -> nn.Dense:
 def gru_forward(kernel, bias, x, hidden, reset):
     """Runs a GRU over a sequence and keeps what gru_backward needs.
 
-    x [T, ..., 3 H] has passed the dense layer; kernel [H, 3 H] and bias [H] are of the recurrent
-    part. hidden [..., H] is cleared before a step whose reset [T, ...] is set. Returns hidden after
-    each step [T, ..., H] and the residuals.
+    x [T, ..., 3 H] comes from the dense layer; kernel [H, 3 H] and bias [H] belong to the recurrent
+    part. Where reset [T, ...] is set, hidden [..., H] is cleared before the step. Returns hidden
+    after each step [T, ..., H] and the residuals.
     """
 
     def step(hidden, inputs):
@@ -371,14 +371,14 @@ def gru_forward(kernel, bias, x, hidden, reset):
 
 
 def gru_backward(residuals, d_output):
-    """Backpropagation through time. d_output [T, ..., H]: gradient of hidden after each step.
+    """Backpropagation through time, from d_output [T, ..., H], the gradient after each step.
 
     Written by hand because jax.grad accumulates the gradient of the kernel inside the loop. One
     product after the loop makes training 1.2 times as fast on a CPU.
     """
     kernel, reset, before, r, z, n, gated = residuals
-    # Derivatives, for all steps at once. In these names n, r and z are what their tanh and sigmoids
-    # read: hidden_by_n is d hidden / d (input of tanh).
+    # Derivatives, for all steps at once. In these names n, r and z stand for the inputs of tanh and
+    # the sigmoids: hidden_by_n is d hidden / d (input of tanh).
     hidden_by_n = (1 - z) * (1 - n**2)
     hidden_by_z = (before - n) * z * (1 - z)
     n_by_r = gated * r * (1 - r)
@@ -398,7 +398,7 @@ def gru_backward(residuals, d_output):
     unroll = 1 if jax.default_backend() == "cpu" else 16  # as in gru_forward
     d_hidden, (d_n, d_product) = jax.lax.scan(step, zero, xs, reverse=True, unroll=unroll)
     size = len(kernel)
-    # The gates read x + product, so that both have one gradient; n reads x + r * (product + bias).
+    # r and z read x + product, so both have the same gradient; n reads x + r * (product + bias).
     d_x = jnp.concatenate([d_product[..., : 2 * size], d_n], axis=-1)
     d_product = d_product.reshape(-1, 3 * size)
     d_kernel = before.reshape(-1, size).T @ d_product
