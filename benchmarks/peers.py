@@ -641,33 +641,57 @@ def jaxmarl(path, script, options, steps_per_call, calls, **more):
     return seconds, steps, timed_calls(call, calls)
 
 
-def jaxmarl_two_grus(path, script, options, steps_per_call, calls):
-    """Separate actor and critic, each with a dense layer and a GRU, as in ippo_rnn.py."""
+def jaxmarl_same_networks(path, script, options, steps_per_call, calls):
+    """The same with the networks of ippo_rnn.py and mappo.py: separate actor and critic."""
     import distrax
     import flax.linen as nn
 
-    sys.path.insert(0, f"{path}/baselines/IPPO")
-    module = importlib.import_module("ippo_rnn_mpe")
+    folder, name = {"ippo_rnn": ("IPPO", "ippo_rnn_mpe"), "mappo": ("MAPPO", "mappo_rnn_mpe")}[
+        script
+    ]
+    sys.path.insert(0, f"{path}/baselines/{folder}")
+    module = importlib.import_module(name)
 
-    class ActorCriticRNN(nn.Module):
+    class Part(nn.Module):
+        size: int
+
+        @nn.compact
+        def __call__(self, hidden, obs, reset):
+            x = nn.tanh(nn.Dense(hidden.shape[-1])(obs))
+            hidden, x = module.ScannedRNN()(hidden, (x, reset))
+            return hidden, nn.Dense(self.size)(x)
+
+    class ActorRNN(nn.Module):
         action_dim: int
         config: dict
 
         @nn.compact
         def __call__(self, hidden, x):
-            obs, reset = x
-            carries, outputs, sizes = [], [], (self.action_dim, 1)
-            for carry, size in zip(jax.numpy.split(hidden, 2, -1), sizes, strict=True):
-                features = nn.tanh(nn.Dense(carry.shape[-1])(obs))
-                carry, features = module.ScannedRNN()(carry, (features, reset))
-                carries.append(carry)
-                outputs.append(nn.Dense(size)(features))
-            logits, value = outputs
-            policy = distrax.Categorical(logits=logits)
-            return jax.numpy.concatenate(carries, -1), policy, value.squeeze(-1)
+            hidden, logits = Part(self.action_dim)(hidden, *x)
+            return hidden, distrax.Categorical(logits=logits)
 
+    class CriticRNN(nn.Module):
+        config: dict
+
+        @nn.compact
+        def __call__(self, hidden, x):
+            hidden, value = Part(1)(hidden, *x)
+            return hidden, value.squeeze(-1)
+
+    class ActorCriticRNN(nn.Module):  # whose hidden state is that of both
+        action_dim: int
+        config: dict
+
+        @nn.compact
+        def __call__(self, hidden, x):
+            actor_hidden, critic_hidden = jax.numpy.split(hidden, 2, -1)
+            actor_hidden, policy = ActorRNN(self.action_dim, self.config)(actor_hidden, x)
+            critic_hidden, value = CriticRNN(self.config)(critic_hidden, x)
+            return jax.numpy.concatenate([actor_hidden, critic_hidden], -1), policy, value
+
+    module.ActorRNN, module.CriticRNN = ActorRNN, CriticRNN
     module.ActorCriticRNN = ActorCriticRNN
-    size = 2 * options["hidden_size"]
+    size = options["hidden_size"] * (2 if script == "ippo_rnn" else 1)
     return jaxmarl(path, script, options, steps_per_call, calls, GRU_HIDDEN_DIM=size)
 
 

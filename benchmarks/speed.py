@@ -91,8 +91,8 @@ PEERS = {  # name of the work: the peers that do the same
     "XLand R1-9x9, trials": ["xland_meta"],
     "simple_spread": ["jaxmarl"],
     "simple_spread, 4 epochs": ["jaxmarl"],
-    "simple_spread, memory": ["jaxmarl", "jaxmarl_two_grus"],
-    "simple_spread, central critic": ["jaxmarl"],
+    "simple_spread, memory": ["jaxmarl", "jaxmarl_same_networks"],
+    "simple_spread, central critic": ["jaxmarl", "jaxmarl_same_networks"],
 }
 
 
