@@ -28,7 +28,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "MountainCar-v0": "ppo_obs_norm",
     "Pendulum-v1": "ppo_obs_norm",
     "MountainCarContinuous-v0": "ppo_obs_norm",
-    "brax/inverted_double_pendulum": "ppo_vtrace",
+    "brax/inverted_double_pendulum": "ppo_obs_norm",
     "brax/hopper": "ppo_obs_norm",
     "Breakout-MinAtar": "ppo_ff",
     "Asterix-MinAtar": "ppo_ff",
