@@ -128,7 +128,10 @@ def brax(name: str, threshold: float, *scripts: str) -> Task:
     systems = dict.fromkeys(scripts, options)
     peer = f"ENV_NAME=brax/{name} TOTAL_TIMESTEPS=1e6"
     purejaxrl = f"{peer} NUM_ENVS=64 NUM_STEPS=128"
-    if name == "hopper":  # for which both peers have settings
+    if name == "hopper":
+        few = options.replace("--num-envs 64", "--num-envs 16")
+        systems["ppo_obs_norm 16 envs gamma 0.995"] = f"{few} --gamma 0.995"
+        # Both peers have settings for this task.
         systems |= {"purejaxrl 64 envs": purejaxrl, "rejax": peer}
     else:
         systems["purejaxrl 64 envs LR=1e-3"] = f"{purejaxrl} LR=1e-3"

@@ -29,7 +29,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "Pendulum-v1": "ppo_obs_norm",
     "MountainCarContinuous-v0": "ppo_obs_norm",
     "brax/inverted_double_pendulum": "ppo_obs_norm",
-    "brax/hopper": "ppo_obs_norm",
+    "brax/hopper": "ppo_obs_norm 16 envs gamma 0.995",
     "Breakout-MinAtar": "ppo_ff",
     "Asterix-MinAtar": "ppo_ff",
     "SpaceInvaders-MinAtar": "ppo_ff",
@@ -71,6 +71,7 @@ SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every pictu
     "ppo_continuous tanh": BROWN,
     "ppo_continuous beta": GRAY,
     "ppo_continuous": BLUE,
+    "ppo_obs_norm 16 envs": BROWN,
     "ppo_obs_norm": RED,
     "ppo_vtrace no memory": GRAY,
     "ppo_vtrace uniform draw": TEAL,
@@ -216,6 +217,7 @@ def label(row: Row) -> str:
     if not row.is_peer and not words and "--num-envs" in row.words:
         words = [row.words[row.words.index("--num-envs") + 1], "envs"]
     options = re.sub(r"(?:^| )(?:LR=|lr )(\S+)", r", learning rate \1", " ".join(words))
+    options = re.sub(r" gamma (\S+)", r", discount factor \1", options)
     options = re.sub(r"(\d+) envs", r"\1 environments", options).removeprefix(", ")
     return ", ".join(filter(None, [PEER_NAMES.get(kind, kind), options]))
 
@@ -603,7 +605,8 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
     lines = {}
     for (title, curves), axes in zip(panels.items(), grid, strict=False):
         for row, curve in curves:
-            color, x = color_of(row.system), curve.steps
+            known, x = lines.get(name(row)), curve.steps
+            color = known.get_color() if known else color_of(row.system)
             if rates:
                 if row.name not in rates:
                     continue
