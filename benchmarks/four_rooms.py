@@ -1,4 +1,4 @@
-"""What agents that know the walls of MiniGrid-FourRooms get, with and without sight of the goal.
+"""What agents that know the walls of MiniGrid-FourRooms get if they know the goal, and if not.
 
     python benchmarks/four_rooms.py
 
@@ -6,10 +6,10 @@ In this environment an agent sees the 7 x 7 tiles in front of it, through walls,
 to find the goal. Agents of `ppo_rnn.py` find the walls and doors on the way. Here they know them:
 
 - goal known: the shortest path, so that no policy is better;
-- unknown: the goal is on any free tile with the same probability. The agent goes where new tiles
-  per step are most, until it sees the goal. The steps of such a plan are known for every goal, so
-  that of many plans, with other preferences and some chance, the agent takes the best on average.
-  This is no bound: there may be better plans.
+- unknown: the goal may be on any free tile. A plan goes again and again to the pose that shows the
+  most new tiles per step, until the goal is in sight. Several plans differ in how they weigh tiles
+  against steps, and in some chance. The agent follows the one that takes the fewest steps on
+  average over all places of the goal. This is no bound: there may be better plans.
 
 Prints the mean return and its standard error over initial states.
 """

@@ -335,3 +335,23 @@ def test_the_report_draws_the_picture_of_the_readme(monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["learning.py", "--report"])
     learning.main()
     assert (tmp_path / "docs" / "readme.png").stat().st_size > 10_000
+
+
+def test_a_name_has_one_color_within_a_picture(tmp_path, monkeypatch):
+    systems = {"Pong": "ppo_obs_norm", "Tennis": "ppo_obs_norm 16 envs gamma 0.995"}
+    assert report.color_of(systems["Pong"]) != report.color_of(systems["Tennis"])
+    curve = report.Curve({}, np.array([50, 100]), np.array([[1.0, 2.0], [2.0, 4.0]]))
+    tasks = [learning.Task(title, 3.0, 2, {name: ""}) for title, name in systems.items()]
+    rows = [learning.Row(task, name) for task, name in zip(tasks, systems.values(), strict=True)]
+    assert report.label(rows[1]) == "ppo_obs_norm, 16 environments, discount factor 0.995"
+    figures, save = [], report.matplotlib.figure.Figure.savefig
+    monkeypatch.setattr(
+        report.matplotlib.figure.Figure,
+        "savefig",
+        lambda figure, path: (figures.append(figure), save(figure, path)),
+    )
+    panels = {row.task.title: [(row, curve)] for row in rows}
+    report.draw(panels, tmp_path / "a.png", name=lambda row: row.kind)
+    report.draw(panels, tmp_path / "b.png")
+    same, other = [{axes.lines[0].get_color() for axes in figure.axes} for figure in figures]
+    assert len(same) == 1 and len(other) == 2

@@ -3,6 +3,7 @@
 import csv
 import itertools
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -563,3 +564,32 @@ def test_a_notebook_is_stored_with_its_outputs(path):
 
 def test_there_are_notebooks():
     assert [path.stem for path in NOTEBOOKS] == list(RUNS)
+
+
+def test_the_searcher_of_four_rooms_sees_what_agents_see(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import four_rooms
+
+    env, params = four_rooms.xminigrid.make("MiniGrid-FourRooms")
+    timestep = jax.vmap(lambda key: env.reset(params, key))(jax.random.split(jax.random.key(1), 16))
+    agent, directions = timestep.state.agent, set()
+    for i, (row, column) in enumerate(agent.position.tolist()):
+        directions.add(direction := int(agent.direction[i]))
+        grid, sight = timestep.state.grid[i, :, :, 0], timestep.observation[i, ::-1, :, 0]
+        tiles = list(four_rooms.visible((row, column, direction)))  # from the agent's row on
+        for (y, x), tile in zip(tiles, sight.ravel(), strict=True):
+            if 0 <= y < params.height and 0 <= x < params.width:
+                assert grid[y, x] == tile
+    assert len(directions) == 4
+
+
+def test_the_searcher_of_four_rooms_by_hand(monkeypatch):
+    """A corridor of four tiles, from the second to the right; behind it, one more tile."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import four_rooms
+
+    grid = np.full((3, 6), int(four_rooms.Tiles.WALL))
+    grid[1, 1:5] = int(four_rooms.Tiles.FLOOR)
+    maze, start = four_rooms.Maze(grid), (1, 2, 1)
+    assert [maze.steps(start, (1, column)) for column in (1, 3, 4)] == [3, 1, 2]  # two turns first
+    assert four_rooms.steps_of_plan(maze, start, 1.0, 0.0, random.Random(0)) == (3 + 1 + 2) / 3
