@@ -113,8 +113,7 @@ def minigrid(name: str, threshold: float, options: str = "") -> Task:
     if name == "DoorKey-6x6":
         systems["ppo_rnn min advantage std 1e-8"] = f"{ours} --min-advantage-std 1e-8"
     # As many environments and steps as the peer.
-    label = "ppo_rnn 256 envs" if "--num-envs" in options else "ppo_rnn 1M steps"
-    systems[label] = f"{ours} --total-timesteps 1e6 --num-evals 20"
+    systems["ppo_rnn 1M steps"] = f"{ours} --total-timesteps 1e6 --num-evals 20"
     if name in ("Empty-6x6", "DoorKey-5x5"):
         systems["xland GRU 64"] = peer
     if name != "Empty-6x6":
@@ -617,11 +616,9 @@ def main():
         return learn(*args.learn)
     peers = {name: Path(path).resolve() for name, path in (x.split("=") for x in args.peers)}
     if args.report:
-        import readme_figure
         import report
 
         report.write()
-        readme_figure.main()
     elif args.clock:
         clock(all_rows(args.only), peers, args.rounds)
     else:

@@ -1,4 +1,4 @@
-"""docs/results.md, its pages in docs/results and their pictures, from benchmarks/results.
+"""docs/results.md, its pages in docs/results and all pictures, from benchmarks/results.
 
 `python benchmarks/learning.py --report` writes them. The report reads nothing but the table in
 learning.py, the CSVs and, for the page on GPUs, gpu.md. How to add a system or an environment:
@@ -34,7 +34,7 @@ OVERVIEW = {  # environment: our system in the table of the first page
     "Asterix-MinAtar": "ppo_ff",
     "SpaceInvaders-MinAtar": "ppo_ff",
     "Freeway-MinAtar": "ppo_ff",
-    "MiniGrid-Empty-6x6": "ppo_rnn 256 envs",
+    "MiniGrid-Empty-6x6": "ppo_rnn 1M steps",
     "MiniGrid-DoorKey-5x5": "ppo_rnn 1M steps",
     "MiniGrid-DoorKey-6x6": "ppo_rnn 1M steps",
     "MiniGrid-UnlockPickUp": "ppo_rnn",
@@ -57,6 +57,7 @@ PICTURED = [
     "MiniGrid-DoorKey-5x5",
     "MPE_simple_spread_v3",
 ]
+IN_README = ["Breakout-MinAtar", "SpaceInvaders-MinAtar", "MiniGrid-DoorKey-6x6"]
 PEER_NAMES = {
     "purejaxrl": "PureJaxRL",
     "rejax": "rejax",
@@ -66,49 +67,43 @@ PEER_NAMES = {
     "jaxmarl": "JaxMARL",
 }
 BLUE, RED, TEAL, PURPLE, GOLD, GRAY, PINK, OLIVE, BROWN = COLORS
-SYSTEM_COLORS = {  # of a system, or of all whose name begins so; in every picture
+SKY, BLACK = "#3fa9d6", "#222222"
+SYSTEM_COLORS = {  # of a script or peer (`script_of`), the same in every picture
     "ppo_ff": BLUE,
+    "ppo_continuous": BLUE,
     "ppo_continuous tanh": BROWN,
     "ppo_continuous beta": GRAY,
-    "ppo_continuous": BLUE,
-    "ppo_obs_norm 16 envs": BROWN,
     "ppo_obs_norm": RED,
+    "ppo_vtrace": PURPLE,
     "ppo_vtrace no memory": GRAY,
     "ppo_vtrace uniform draw": TEAL,
-    "ppo_vtrace all segments GAE once": GOLD,
     "ppo_vtrace all segments": RED,
-    "ppo_vtrace": OLIVE,
+    "ppo_vtrace all segments GAE once": GOLD,
     "ppo_drift clip": BLUE,
     "ppo_drift kl_penalty": RED,
     "ppo_drift adaptive_kl": TEAL,
     "ppo_drift dpo": PURPLE,
     "ppo_drift spo": GOLD,
+    "ppo_rnn": BROWN,
     "ppo_rnn no memory": GRAY,
-    "ppo_rnn min advantage std": RED,
-    "ppo_rnn 256 envs": BROWN,
-    "ppo_rnn 1M steps": BROWN,
-    "ppo_rnn": BLUE,
+    "ppo_meta": BLUE,
     "ppo_meta reset memory": RED,
     "ppo_meta no memory": GRAY,
-    "ppo_meta": BLUE,
-    "ippo 4 epochs": PURPLE,
-    "ippo_rnn 4 epochs": OLIVE,
+    "ippo": PURPLE,
     "ippo_rnn": RED,
-    "ippo": GRAY,
-    "mappo 4 epochs": TEAL,
     "mappo": BLUE,
+    "disco": BLUE,
     "disco random": GRAY,
     "disco policy_gradient": RED,
     "disco actor_critic": GOLD,
-    "disco": BLUE,
     "purejaxrl": TEAL,
     "rejax": OLIVE,
     "stoix": GOLD,
     "cleanrl": PINK,
-    "xland": PURPLE,
+    "xland GRU 64": SKY,
     "jaxmarl ippo_ff": GOLD,
     "jaxmarl ippo_rnn": PINK,
-    "jaxmarl mappo_rnn": BROWN,
+    "jaxmarl mappo_rnn": BLACK,
 }
 
 
@@ -211,34 +206,35 @@ def return_of(curve: Curve) -> str:
     return f"{iqm(final):.4g} [{low:.4g}, {high:.4g}]"
 
 
-def label(row: Row) -> str:
+def printed(system: str) -> str:
     """The name of a system with its settings, the same everywhere."""
-    kind, *words = row.system.split()
-    if not row.is_peer and not words and "--num-envs" in row.words:
-        words = [row.words[row.words.index("--num-envs") + 1], "envs"]
+    kind, *words = system.split()
     options = re.sub(r"(?:^| )(?:LR=|lr )(\S+)", r", learning rate \1", " ".join(words))
     options = re.sub(r" gamma (\S+)", r", discount factor \1", options)
     options = re.sub(r"(\d+) envs", r"\1 environments", options).removeprefix(", ")
     return ", ".join(filter(None, [PEER_NAMES.get(kind, kind), options]))
 
 
-def short_label(row: Row) -> str:
-    """In pictures, which leave the settings of peers to the tables."""
-    return label(row._replace(system=family_of(row))) if row.is_peer else label(row)
+def label(row: Row) -> str:
+    """In tables."""
+    if not row.is_peer and row.system == row.kind and "--num-envs" in row.words:
+        return printed(f"{row.kind} {row.words[row.words.index('--num-envs') + 1]} envs")
+    return printed(row.system)
 
 
-def family_of(row: Row) -> str:
-    """The same for all settings of a peer: they differ in learning rate or environments."""
-    if not row.is_peer:
-        return row.system
-    return re.sub(r" (LR=\S+|lr \S+|\d+ envs)", "", row.system)
+def script_of(row: Row) -> str:
+    """The system without its settings, of which a picture shows one."""
+    settings = r" (LR=|lr |\d+ envs|\d+ epochs|1M steps|min advantage std).*"
+    return re.sub(settings, "", row.system)
 
 
-def split_variants(curves: list[tuple[Row, Curve]], family=family_of):
-    """Of the curves of one family, the one with the highest return; and all others.
+def of_tables(row: Row) -> str:
+    """All settings of a peer are one system, and every row of ours is another."""
+    return script_of(row) if row.is_peer else row.system
 
-    By default a family is a peer's script with all its settings, or one row of ours.
-    """
+
+def split_variants(curves: list[tuple[Row, Curve]], family=of_tables):
+    """Of the curves of one family in one environment, that with the highest return; all others."""
     best = {}
     for row, curve in curves:
         key, score = (row.task.title, family(row)), iqm(final_returns(curve))
@@ -250,9 +246,30 @@ def split_variants(curves: list[tuple[Row, Curve]], family=family_of):
 
 
 def pictured(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, Curve]]:
-    """One curve of each script: the best of its learning rates (peers) or numbers of epochs."""
-    family = lambda row: re.sub(r" \d+ epochs.*", "", family_of(row))
-    return split_variants(curves, family)[0]
+    """One curve of each script: its best setting.
+
+    If it also ran for as few steps as a peer, both runs, or the short one where that is enough.
+    """
+    family, enough = lambda row: (row.task.title, script_of(row)), {}
+    for row, curve in curves:
+        if iqm(final_returns(curve)) >= row.task.threshold:
+            enough[family(row)] = min(curve.steps[-1], enough.get(family(row), np.inf))
+    is_short = lambda row, curve: curve.steps[-1] < 1.1 * enough.get(family(row), np.inf)
+    of_pictures = lambda row: (script_of(row), row.system.endswith("1M steps"))
+    return split_variants([x for x in curves if is_short(*x)], of_pictures)[0]
+
+
+def best_peer(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> tuple[Row, Curve] | None:
+    """That with the highest return; of those within 1% of it, the fastest."""
+    peers = split_variants([x for x in curves if x[0].is_peer])[0]
+    if not peers:
+        return None
+    ends = [iqm(final_returns(curve)) for _, curve in peers]
+    best = max(ends)
+    close = [x for x, end in zip(peers, ends, strict=True) if end >= best - abs(best) / 100]
+    if any(row.name not in rates for row, _ in close):
+        return peers[ends.index(best)]
+    return min(close, key=lambda x: x[1].steps[-1] / rates[x[0].name].median)
 
 
 def file_name(section: str) -> str:
@@ -263,10 +280,10 @@ def file_name(section: str) -> str:
 FIRST_PAGE = """# Results
 
 All numbers are measured ([how](#how-it-was-measured)). Each command links to the curves of all
-seeds; a peer is another implementation of PPO. Returns: interquartile mean [95% interval]; (t): of
-training; \\*: measured with an earlier version of the script. Gymnasium, Craftax and others:
-[environments](environments.md). Speed with equal networks and sizes:
-[benchmarks](../benchmarks/RESULTS.md).
+seeds; a peer is another implementation of PPO. Returns: interquartile mean [95% interval]; (t):
+returns in training{star}. Where our run is longer than the peer's, the table also has our return
+after as many steps. Gymnasium, Craftax and others: [environments](environments.md). Speed with
+equal networks and sizes: [benchmarks](../benchmarks/RESULTS.md).
 
 {table}
 
@@ -281,10 +298,7 @@ All environments, systems and our commands: {pages}.
 
 The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit and versions of
 every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, no
-GPU. **A star (\\*) marks curves of ours that were measured with earlier versions of the scripts**,
-which draw other random numbers (the commits are in the CSVs): today's commands, with the same
-settings, give similar but not identical curves. The commands in the table leave out evaluation
-options and the number of seeds.
+GPU. The commands in the table leave out evaluation options and the number of seeds.{stars}
 
 For each environment the table has one script, chosen after seeing the results; on simple_spread
 also the number of epochs (two are the default). The settings in SMAX were found on 3m, on another
@@ -292,49 +306,70 @@ seed. How settings were found, on which environments and seeds: [ours](../benchm
 [peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
-  interval, in the last 5% of the steps. Evaluations play 128 full episodes from fresh resets (32 in
-  MinAtar and Brax, 1280 in rings) with sampled actions. In trials, the return is the mean over all
-  their episodes, the first included. Training returns of a peer that does not evaluate are marked
-  (t): small differences from evaluations mean nothing. "wins" is the share of training episodes
-  that were won.
-- **seeds**: five to 32, on the pages. CleanRL on the continuous tasks and Stoix on
-  MountainCarContinuous-v0 are slow on a CPU: three. Stoix on Pendulum-v1: ten, where ours have 32.
+  interval, in the last 5% of the steps. Our evaluations play 128 full episodes from fresh resets
+  (32 in MinAtar and Brax, 1280 in rings, 2048 in meta-learning) with sampled actions; those of
+  peers, as many as their CSVs say. In trials, the return is the mean over all their episodes, the
+  first included. A peer that does not evaluate has returns of training, marked (t): do not read
+  small differences from evaluations as real. "wins" is the share of training episodes that were
+  won.
+- **seeds**: five to 32, on the pages; three in meta-learning and where learning is slow on a CPU
+  (DiscoRL's rule with random weights, CleanRL on the continuous tasks, Stoix on
+  MountainCarContinuous-v0). Stoix on Pendulum-v1: ten, where ours have 32.
 - **time**: training of one seed on two idle cores of a virtual server, without evaluation and
-  compilation (which takes 5 to 30 s more): steps divided by the steps/s that `python
+  compilation (up to {compilation:.0f} s more): steps divided by the steps/s that `python
   benchmarks/learning.py --clock` measures, the systems of a task taking turns
   ([clock.csv](../benchmarks/results/clock.csv)); empty: not measured. The server's speed varies by
   a factor of two from day to day: compare within an environment only. XLand-MiniGrid is timed with
   its own layers, which are made for GPUs: with equivalent matrix products it is nine times as fast
   here.
-- **best peer**: that with the highest return over all its settings. Peers run with their published
-  settings for the environment, else with those of their default environment; what was changed is in
-  the name.
-- On the pages of the families, **mean ± std** has the standard deviation of these seeds. **steps
-  to** a threshold is the median over seeds of the first point of the curve at or above it, with its
-  95% bootstrap interval; it can differ from where the drawn interquartile mean crosses. **seconds
-  to** it are these steps divided by the steps/s. Curves have a point per evaluation, those of
-  training returns up to 50. A seed above the threshold at the first point may have reached it
-  earlier. Without brackets, both ends round to the median; "never" means that at least half of the
-  seeds did not get there. Thresholds are ours, near what solves a task. **steps/s** is the median
-  of the timed calls [slowest, fastest]. If a peer was run with several settings, the tables and
-  pictures show those with the highest return; the others follow in a table of their own.
+- **best peer**: the one with the highest return, over all its settings; of several within 1% of it,
+  the fastest. Peers run with their published settings for the environment, else with those of their
+  default environment. The names give the main changes to them; all are in the CSVs and in
+  [peers](../benchmarks/peers.md#learning-curves).
+
+The pages of the families have more columns:
+
+- **mean ± std**: with the standard deviation of these seeds.
+- **steps to** a level: the median over seeds of the first point of the curve at or above it, with
+  its 95% bootstrap interval. It can differ from where the drawn interquartile mean crosses. Curves
+  have a point per evaluation, those of training returns up to 50; a seed above the level at the
+  first point may have reached it earlier. No brackets: both ends of the interval equal the median
+  after rounding. "never": at least half of the seeds did not get there. The levels are ours: near
+  what solves a task in classic control and MiniGrid, elsewhere one that a peer reaches too.
+- **seconds to** a level: these steps divided by the steps/s.
+- **steps/s**: the median of the timed calls [slowest, fastest].
+
+If a peer was run with several settings, the tables show those with the highest return; the others
+follow in a table of their own.
 
 Peers: {peers}.
 """
+STAR = "; \\*: measured with an earlier version of the script"
+STARS = """ **A star (\\*) marks
+curves of ours that were measured with earlier versions of the scripts** (the commits are in the
+CSVs): today's commands give similar but not identical curves."""
 CAPTION = """Lines: interquartile means over seeds, solid ours, dashed peers. Bands: 95% bootstrap
-intervals. Dotted: the threshold, near what solves the task."""
+intervals. Dotted: the level of "steps to" in the tables."""
+ONE_OF_SEVERAL = """ Of a script with several settings, a
+picture shows the one with the highest return."""
+SECONDS = """ Against
+seconds: environments in which the speeds of the systems differ by half and more."""
+NOTES = {  # of a section
+    "Drifts": "`clip` is PPO, the algorithm of `ppo_ff.py`, here with five seeds everywhere.",
+    "MiniGrid": """XLand-MiniGrid is timed with its own layers, which are made for GPUs: with
+equivalent matrix products it is nine times as fast on a CPU
+([peers](../../benchmarks/peers.md)). Pictures show `ppo_rnn.py` with 1M steps, as many as the
+peer's, and where that is not enough, a run of 10M steps too.""",
+}
 COMMANDS = """
 ## Commands
-
-Rows with a star: run the command at the commit in the CSV, since defaults have changed. The others
-run as they are.
 
 ```bash
 """
 PAGE = """# {section}
 
 From [the CSVs](../../benchmarks/results); [what the columns
-mean](../results.md#how-it-was-measured).{machines}
+mean](../results.md#how-it-was-measured).{machines}{note}
 """
 TRIALS = """
 ## Episodes of a trial
@@ -357,7 +392,7 @@ Stoix, as in their published settings. Steps and seconds to the final return of 
 ABLATIONS = """# Ablations
 
 One detail changed at a time, by options or by replacements in the script's text
-([ablations.py](../../benchmarks/ablations.py); the CSV names them):
+([ablations.py](../../benchmarks/ablations.py); each CSV lists its own):
 `python benchmarks/learning.py --ablations`. Where the intervals of a change and of the unchanged
 script overlap, these seeds do not show a difference; an effect may still exist.
 """
@@ -396,9 +431,8 @@ def first_page(results, rates) -> str:
     for title, system in OVERVIEW.items():
         of_task = [(row, curve) for row, curve in curves if row.task.title == title]
         ours = [x for x in of_task if x[0].system == system]
-        theirs = [x for x in of_task if x[0].is_peer]
         if ours:
-            peer = max(theirs, key=lambda x: iqm(final_returns(x[1])), default=None)
+            peer = best_peer(of_task, rates)
             shorter = [x for x in of_task if x[0].system == f"{system} 1M steps"]
             text += overview_row(*ours[0], peer, shorter, rates)
     links = [
@@ -411,7 +445,17 @@ def first_page(results, rates) -> str:
     kinds = dict.fromkeys(row.kind for row, _ in curves if row.is_peer)
     about = {row.kind: curve.about.get("peer", row.kind) for row, curve in curves}
     peers = "; ".join(learning.PEERS.get(kind, about[kind]) for kind in kinds)
-    return FIRST_PAGE.format(table=text.strip(), caption=CAPTION, pages=pages, peers=peers)
+    ours = [curve for row, curve in curves if not row.is_peer]
+    is_old = any(curve.about["commit"] not in COMMITS for curve in ours)
+    return FIRST_PAGE.format(
+        table=text.strip(),
+        caption=CAPTION,
+        pages=pages,
+        peers=peers,
+        star=STAR * is_old,
+        stars=STARS * is_old,
+        compilation=max((float(x["compile_seconds"]) for x in read_clock()), default=0),
+    )
 
 
 def earlier(row: Row, curve: Curve) -> str:
@@ -463,18 +507,17 @@ def table_row(row: Row, curve: Curve, rate: Rate | None) -> str:
 
 
 def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> str:
-    machine_of = {row["name"]: row["machine"] for row in read_clock()}
-    machines = sorted({machine_of[row.name] for row, _ in curves if row.name in machine_of})
-    machines = f" Steps/s on virtual cores ({', '.join(machines)})." if machines else ""
-    text = PAGE.format(section=section, machines=machines)
-    for name in pictures_of(section, curves, rates):
+    note = f"\n\n{NOTES[section]}" if section in NOTES else ""
+    text = PAGE.format(section=section, machines=machines_of(curves), note=note)
+    pictures = pictures_of(section, curves, rates)
+    for name in pictures:
         x = "seconds" if "_time" in name else "steps"
         text += f"\n![{section}: return against {x}]({name}.png)\n"
-    text += f"\n{CAPTION}\n"
     tasks = {row.task.title: row.task for row, _ in curves}
     shown, others = split_variants(curves)
-    if len(pictured(curves)) < len(shown):
-        text += "\nOf a system with different numbers of epochs, the pictures show the best.\n"
+    is_choice = len(pictured(curves)) < len(shown)
+    text += f"\n{CAPTION}{ONE_OF_SEVERAL * is_choice}"
+    text += SECONDS * any("_time" in name for name in pictures) + "\n"
     for title, task in tasks.items():
         wins = ", share of training episodes that were won" if task.wins else ""
         text += f"\n## {title}{wins}\n" + HEADER.format(x=task.threshold)
@@ -491,6 +534,17 @@ def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, 
     text += COMMANDS
     text += "".join(f"{x.about['command']}\n" for row, x in curves if not row.is_peer)
     return text + "```\n"
+
+
+def machines_of(curves: list[tuple[Row, Curve]]) -> str:
+    """Where the steps/s were measured, and of which environments if on several machines."""
+    machine_of, titles = {row["name"]: row["machine"] for row in read_clock()}, {}
+    for row, _ in curves:
+        if row.name in machine_of:
+            titles.setdefault(machine_of[row.name], {})[row.task.title] = None
+    several = lambda found: f" ({', '.join(found)})" if len(titles) > 1 else ""
+    machines = [machine + several(found) for machine, found in sorted(titles.items())]
+    return f" Steps/s on virtual cores: {'; '.join(machines)}." if machines else ""
 
 
 def trial_table(rows: list[Row]) -> str:
@@ -537,14 +591,15 @@ def ablation_tables() -> str:
         if len(found) < 2:
             continue
         text += f"\n## {task.title}, `{base}.py`\n\n"
-        text += "| change | return (IQM) | mean ± std | seeds | steps to the threshold |\n"
+        text += "| change | return (IQM) | mean ± std | seeds | "
+        text += f"steps to {task.threshold:g} |\n"
         text += "|---|---|---|---|---|\n"
         for row in found:
             curve = read_curve(learning.RESULTS / f"{row.name}.csv")
             final = final_returns(curve)
             cells = [
                 f"[{row.system.removeprefix(base).strip() or 'none'}]({CSVS}/{row.name}.csv)",
-                return_of(curve),
+                return_of(curve) + earlier(row, curve),
                 f"{final.mean():.4g} ± {three_digits(final.std())}",
                 str(len(final)),
                 interval(steps_to(curve, task.threshold)),
@@ -554,11 +609,6 @@ def ablation_tables() -> str:
 
 
 # ------------------------------------------ pictures
-def color_of(system: str) -> str:
-    begin = [name for name in SYSTEM_COLORS if f"{system} ".startswith(f"{name} ")]
-    return SYSTEM_COLORS[max(begin, key=len)] if begin else BROWN
-
-
 def same_constant(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, float]]:
     """Systems whose curves are constant and lie on each other, with the value."""
     lines = [(row, iqm(curve.values)) for row, curve in curves]
@@ -577,26 +627,42 @@ def timed_panels(curves: list[tuple[Row, Curve]], rates: dict[str, Rate]) -> lis
     return [title for title, rows in panels.items() if has_peer(rows) and differs(rows)]
 
 
-def is_early(curves: list[tuple[Row, Curve]]) -> bool:
-    """Whether a system is at the threshold in the first eighth of training."""
-    arrivals = [np.median(steps_to(x, row.task.threshold)) / x.steps[-1] for row, x in curves]
-    return min(arrivals) < 1 / 8
+def is_uneven(curves: list[tuple[Row, Curve]]) -> bool:
+    """Whether a system is at the threshold, or at its end, in the first eighth of the axis."""
+    longest = max(x.steps[-1] for _, x in curves)
+    ends = [min(np.median(steps_to(x, row.task.threshold)), x.steps[-1]) for row, x in curves]
+    return min(ends) < longest / 8
+
+
+def is_flat(curves: list[tuple[Row, Curve]]) -> bool:
+    """A single system that begins at the threshold: no learning to see."""
+    return len(curves) == 1 and iqm(curves[0][1].values)[0] >= curves[0][0].task.threshold
+
+
+def legend_columns(names: list[str], inches: float) -> int:
+    """As many as fit; a name of n letters takes 0.7 + 0.085 n inches."""
+    for columns in range(len(names), 1, -1):
+        widest = [max(map(len, column)) for column in np.array_split(names, columns)]
+        if sum(0.7 + 0.085 * n for n in widest) <= inches:
+            return columns
+    return 1
 
 
 @matplotlib.rc_context(STYLE | {"font.size": 10, "axes.labelsize": 10, "lines.linewidth": 1.6})
-def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, name=short_label):
+def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, levels=True):
     """A panel per environment, at most six, against steps or, with rates, training seconds.
 
-    The axis is logarithmic for seconds, and for steps where learning is over early: otherwise
-    curves lie on each other at the edges of the panel. Where they are constant and do so in spite
-    of that, the panel names them.
+    The axis is logarithmic for seconds, and for steps where learning or a run is over early:
+    otherwise curves lie on each other at the edges of the panel. Where they are constant and do so
+    in spite of that, the panel names them. `levels`: whether to draw the thresholds.
     """
+    name = lambda row: printed(script_of(row))
     width = 2 if len(panels) == 4 else min(3, len(panels))
     height = -(-len(panels) // width)
     names = {name(row): row.is_peer for curves in panels.values() for row, _ in curves}
     names = sorted(names, key=names.get)  # ours first
     inches = 10 if width > 1 else 6  # 10 are shown 800 pixels wide
-    columns = min(len(names), 12 * inches // (8 + max(map(len, names))))
+    columns = legend_columns(names, inches)
     legend_rows = -(-len(names) // columns)
     figure = matplotlib.figure.Figure(figsize=(inches, 2.9 * height + 0.24 * legend_rows))
     grid = figure.subplots(height, width, squeeze=False).flatten()
@@ -605,8 +671,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
     lines = {}
     for (title, curves), axes in zip(panels.items(), grid, strict=False):
         for row, curve in curves:
-            known, x = lines.get(name(row)), curve.steps
-            color = known.get_color() if known else color_of(row.system)
+            x, color = curve.steps, SYSTEM_COLORS.get(script_of(row), BROWN)
             if rates:
                 if row.name not in rates:
                     continue
@@ -616,19 +681,21 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
             axes.fill_between(x, *bootstrap(curve.values), color=color, **BAND)
             lines.setdefault(name(row), line)
         task = curves[0][0].task
-        axes.axhline(task.threshold, color=GRAY, linewidth=0.8, linestyle=":")
+        if levels:
+            axes.axhline(task.threshold, color=GRAY, linewidth=0.8, linestyle=":")
         axes.set_title(title + ", wins" * task.wins, fontsize=10)
+        is_log = rates or is_uneven(curves)
         if constant := same_constant(curves):
-            text = "\n".join(name(row) for row, _ in constant)
-            # On the right, where curves have risen; against seconds they may start as low there.
+            text = "\n".join(dict.fromkeys(name(row) for row, _ in constant))
+            # On the right, where other curves have risen, unless they rise late.
             names_here, low = [row.name for row, _ in constant], constant[0][1]
-            starts = [iqm(x.values)[0] for row, x in curves if row.name not in names_here]
+            others = [x for row, x in curves if row.name not in names_here]
+            starts = [iqm(x.values)[0] for x in others]
             is_low = min(starts, default=np.inf) < low + 0.1 * abs(task.threshold)
-            at, side = (0.03, "left") if rates and is_low else (0.97, "right")
+            at, side = (0.03, "left") if is_log and is_low else (0.97, "right")
             place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom"}
             axes.annotate(text, (at, low), fontsize=8, **place)
         label_x = "training seconds of one seed" if rates else "environment steps"
-        is_log = rates or is_early(curves)
         axes.set_xlabel(f"{label_x} (log)" if is_log else label_x)
         if is_log:
             axes.set_xscale("log")
@@ -650,7 +717,8 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, nam
 def pictures_of(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, Rate]):
     """{file name: panels and, where they are against seconds, rates}; six panels a picture."""
     panels, found = by_title(pictured(curves)), {}
-    timed = timed_panels(curves, rates)
+    panels = {title: panel for title, panel in panels.items() if not is_flat(panel)}
+    timed = [title for title in timed_panels(curves, rates) if title in panels]
     for suffix, titles, scale in (("", [*panels], None), ("_time", timed, rates)):
         for i in range(0, len(titles), 6):
             number = f"_{i // 6 + 1}" if i else ""
@@ -659,13 +727,13 @@ def pictures_of(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, 
     return found
 
 
-def overview_panels(results) -> dict[str, list[tuple[Row, Curve]]]:
+def chosen_panels(results, titles: list[str]) -> dict[str, list[tuple[Row, Curve]]]:
     """Our system of the table, and of each peer the one that ends highest."""
     in_table = lambda row: row.is_peer or row.system == OVERVIEW[row.task.title]
-    curves = [x for found in results.values() for x in found if x[0].task.title in PICTURED]
+    curves = [x for found in results.values() for x in found if x[0].task.title in titles]
     shown = split_variants([x for x in curves if in_table(x[0])], lambda row: row.kind)[0]
     panels = by_title(shown)
-    return {title: panels[title] for title in PICTURED}
+    return {title: panels[title] for title in titles}
 
 
 def by_title(curves: Iterable[tuple[Row, Curve]]) -> dict[str, list[tuple[Row, Curve]]]:
@@ -681,8 +749,8 @@ def write():
     for path, text in report().items():
         (DOCS / path).write_text(text)
     results, rates = read_results()
-    first_word = lambda row: label(row).split(",")[0]
-    draw(overview_panels(results), folder / "overview.png", name=first_word)
+    draw(chosen_panels(results, PICTURED), folder / "overview.png")
+    draw(chosen_panels(results, IN_README), DOCS / "readme.png", levels=False)
     for section, curves in results.items():
         for name, (panels, scale) in pictures_of(section, curves, rates).items():
             draw(panels, folder / f"{name}.png", scale)

@@ -85,6 +85,7 @@ def test_one_line_and_one_csv_add_a_system(tmp_path, monkeypatch):
     assert "## Snap-v0" in pages["results/card_games.md"]
     monkeypatch.setattr(report, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(report, "PICTURED", ["CartPole-v1"])
+    monkeypatch.setattr(report, "IN_README", ["CartPole-v1"])
     (tmp_path / "docs").mkdir()
     report.write()
     drawn = {path.name for path in (tmp_path / "docs" / "results").glob("*.png")}
@@ -105,13 +106,30 @@ def test_a_peer_is_shown_with_its_best_settings():
     assert label("stoix 64 envs lr 1e-3") == "Stoix, 64 environments, learning rate 1e-3"
     assert label("purejaxrl LR=5e-3") == "PureJaxRL, learning rate 5e-3"
     assert label("ppo_ff") == "ppo_ff"
-    short = lambda name: report.short_label(learning.Row(task, name))
-    assert short("stoix 64 envs lr 1e-3") == "Stoix"
-    assert short("jaxmarl mappo_rnn") == "JaxMARL, mappo_rnn"
+    assert label("jaxmarl mappo_rnn") == "JaxMARL, mappo_rnn"
     assert label("ppo_ff", "--lr 1e-3 --num-envs 64") == "ppo_ff, 64 environments"
+    assert label("ppo_ff 16 envs gamma 0.9") == "ppo_ff, 16 environments, discount factor 0.9"
 
 
-def test_a_picture_shows_the_best_number_of_epochs():
+@pytest.mark.parametrize(
+    ("system", "script"),
+    [
+        ("stoix 64 envs lr 1e-3", "stoix"),
+        ("purejaxrl LR=5e-3", "purejaxrl"),
+        ("xland GRU 64 lr 3e-3", "xland GRU 64"),
+        ("ppo_obs_norm 16 envs gamma 0.995", "ppo_obs_norm"),
+        ("ppo_rnn 1M steps", "ppo_rnn"),
+        ("ppo_rnn min advantage std 1e-8", "ppo_rnn"),
+        ("mappo 4 epochs without entropy bonus", "mappo"),
+        ("ppo_rnn no memory", "ppo_rnn no memory"),
+        ("ppo_vtrace all segments GAE once", "ppo_vtrace all segments GAE once"),
+    ],
+)
+def test_settings_are_no_part_of_a_script(system, script):
+    assert report.script_of(learning.Row(TASKS[0], system)) == script
+
+
+def test_a_picture_shows_the_best_setting_of_a_script():
     systems = ["ippo", "ippo 4 epochs", "ippo_rnn 4 epochs without entropy bonus", "ippo_rnn"]
     task = learning.Task("Tag", 9.0, 2, dict.fromkeys(systems, ""))
     curve = lambda x: report.Curve({}, np.array([50, 100]), np.full((2, 2), x))
@@ -121,8 +139,41 @@ def test_a_picture_shows_the_best_number_of_epochs():
     assert len(report.split_variants(curves)[0]) == 4  # the table shows all
 
 
-def test_the_overview_has_one_curve_of_each_system():
-    for title, curves in report.overview_panels(RESULTS).items():
+@pytest.mark.parametrize(("level", "systems"), [(0.5, ["ppo_rnn 1M steps"]), (0.9, None)])
+def test_a_picture_has_the_long_run_only_if_the_short_one_is_not_enough(level, systems):
+    ends = {"ppo_rnn": (10, 0.95), "ppo_rnn 1M steps": (1, 0.8)}
+    task = learning.Task("Maze", level, 2, dict.fromkeys(ends, ""))
+    curve = lambda x, y: report.Curve({}, np.array([x / 2, x]), np.full((2, 2), y))
+    curves = [(learning.Row(task, name), curve(*end)) for name, end in ends.items()]
+    pictured = [row.system for row, _ in report.pictured(curves)]
+    assert pictured == (systems or [*ends])
+
+
+def test_the_best_peer_is_the_fastest_of_equal_ones():
+    ends = {"ppo_ff": 200, "rejax": 99.5, "stoix": 100, "stoix lr 1": 90, "cleanrl": 98}
+    speeds = {"ppo_ff": 9e9, "rejax": 20, "stoix": 10, "stoix lr 1": 99, "cleanrl": 99}
+    for sign, best, without_clock in ((1, "rejax", "stoix"), (-1, "stoix lr 1", "stoix lr 1")):
+        task = learning.Task("Pong", 0, 2, dict.fromkeys(ends, ""))
+        curve = lambda x: report.Curve({}, np.array([50, 100]), np.full((2, 2), x))
+        curves = [(learning.Row(task, name), curve(sign * x)) for name, x in ends.items()]
+        rates = {row.name: report.Rate(*[speeds[row.system]] * 3) for row, _ in curves}
+        assert report.best_peer(curves, rates)[0].system == best
+        assert report.best_peer(curves, {})[0].system == without_clock
+    assert report.best_peer(curves[:1], rates) is None
+
+
+def test_a_panel_without_learning_is_left_out():
+    tasks = [learning.Task(title, 3, 2, {"ippo": ""}) for title in ("easy", "hard")]
+    curve = lambda x: report.Curve({}, np.array([50, 100]), np.full((2, 2), [[x], [4.0]]))
+    curves = [
+        (learning.Row(task, "ippo"), curve(x)) for task, x in zip(tasks, (3.5, 2.5), strict=True)
+    ]
+    assert [*report.pictures_of("Tag", curves, {})["tag"][0]] == ["hard"]
+
+
+@pytest.mark.parametrize("titles", [report.PICTURED, report.IN_README])
+def test_the_overview_has_one_curve_of_each_system(titles):
+    for title, curves in report.chosen_panels(RESULTS, titles).items():
         kinds = [row.kind for row, _ in curves]
         assert len(kinds) == len({*kinds}), title
         assert sum(not row.is_peer for row, _ in curves) == 1, title
@@ -325,33 +376,32 @@ def test_numbers_are_short(value, text):
     assert report.short(value) == text
 
 
-def test_the_report_draws_the_picture_of_the_readme(monkeypatch, tmp_path):
-    """Else it keeps the curves of before when a row is measured anew."""
-    import readme_figure
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory):
+    """{file name: figure} of the whole report."""
+    drawn = {}
+    save = lambda figure, path: drawn.update({path.name: figure})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(report.matplotlib.figure.Figure, "savefig", save)
+        patch.setattr(report, "DOCS", tmp_path_factory.mktemp("docs"))
+        report.write()
+    return drawn
 
-    (tmp_path / "docs").mkdir()
-    monkeypatch.setattr(readme_figure, "ROOT", tmp_path)
-    monkeypatch.setattr(report, "write", lambda: None)
-    monkeypatch.setattr("sys.argv", ["learning.py", "--report"])
-    learning.main()
-    assert (tmp_path / "docs" / "readme.png").stat().st_size > 10_000
+
+def test_a_name_has_one_color_in_all_pictures(figures):
+    colors = {}
+    assert {"readme.png", "overview.png", "minigrid.png"} < {*figures}
+    for file, figure in figures.items():
+        (legend,) = figure.legends
+        names = [text.get_text() for text in legend.get_texts()]
+        drawn = [line.get_color() for line in legend.get_lines()]
+        assert len({*names}) == len(names) == len({*drawn}), file
+        for name, color in zip(names, drawn, strict=True):
+            assert colors.setdefault(name, color) == color, (file, name)
 
 
-def test_a_name_has_one_color_within_a_picture(tmp_path, monkeypatch):
-    systems = {"Pong": "ppo_obs_norm", "Tennis": "ppo_obs_norm 16 envs gamma 0.995"}
-    assert report.color_of(systems["Pong"]) != report.color_of(systems["Tennis"])
-    curve = report.Curve({}, np.array([50, 100]), np.array([[1.0, 2.0], [2.0, 4.0]]))
-    tasks = [learning.Task(title, 3.0, 2, {name: ""}) for title, name in systems.items()]
-    rows = [learning.Row(task, name) for task, name in zip(tasks, systems.values(), strict=True)]
-    assert report.label(rows[1]) == "ppo_obs_norm, 16 environments, discount factor 0.995"
-    figures, save = [], report.matplotlib.figure.Figure.savefig
-    monkeypatch.setattr(
-        report.matplotlib.figure.Figure,
-        "savefig",
-        lambda figure, path: (figures.append(figure), save(figure, path)),
-    )
-    panels = {row.task.title: [(row, curve)] for row in rows}
-    report.draw(panels, tmp_path / "a.png", name=lambda row: row.kind)
-    report.draw(panels, tmp_path / "b.png")
-    same, other = [{axes.lines[0].get_color() for axes in figure.axes} for figure in figures]
-    assert len(same) == 1 and len(other) == 2
+def test_every_legend_is_within_its_picture(figures):
+    for file, figure in figures.items():
+        figure.draw_without_rendering()
+        box = figure.legends[0].get_window_extent()
+        assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, file
