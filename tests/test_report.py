@@ -264,6 +264,46 @@ def test_the_readme_shows_the_results(script):
     assert len(final) == (int(seeds[1]) if seeds else 5)
 
 
+def final_of(name: str) -> np.ndarray:
+    return report.final_returns(report.read_curve(learning.RESULTS / f"{name}.csv"))
+
+
+def test_the_page_of_details_shows_the_ablations():
+    lines = (ROOT / "docs" / "details.md").read_text().split("| unchanged | changed |")[1]
+    rows = [line.strip("| ").split(" | ") for line in lines.splitlines()[2:10]]
+    options = {"`--ent-coef 0.01 --no-anneal-ent`": "constant entropy bonus of 0.01"}
+    for change, place, *cells in rows:
+        title, script = place.replace(".py`", "").split(", `")
+        base = f"{title}__{script}"
+        changed = f"{base} {options.get(change, change)}".replace(" ", "-")
+        for name, cell in zip((base, changed), cells, strict=True):
+            cell, final = cell.split(";")[0], final_of(name)
+            for mean, deviation in re.findall(r"(-?[\d.]+) ± ([\d.]+)", cell):
+                digits = len(deviation.partition(".")[2])
+                assert mean == f"{final.mean():.{digits}f}", name
+                assert deviation == f"{final.std():.{digits}f}", name
+            for steps, level in re.findall(r"(\S+) steps(?: to (-?\d+))?", cell):
+                task = next(task for task in TASKS if task.title == title)
+                assert not level or float(level) == task.threshold
+                curve = report.read_curve(learning.RESULTS / f"{name}.csv")
+                arrival = report.median_interval(report.steps_to(curve, task.threshold))[0]
+                assert float(steps.rstrip("k")) == round(arrival / 1000), name
+
+
+def test_the_page_of_ppo_ff_shows_what_the_falling_entropy_bonus_does():
+    """With standard errors."""
+    text = (ROOT / "docs" / "ppo_ff.md").read_text()
+    games = ("Breakout", "Asterix", "SpaceInvaders", "Freeway")
+    for row, system in (
+        ("from 0.05 to 0", "ppo_ff"),
+        ("constant 0.01", "ppo_ff-constant-entropy-bonus-of-0.01"),
+    ):
+        (cells,) = re.findall(rf"^\| {row} \(.*?\) \| (.*) \|$", text, re.M)
+        finals = [final_of(f"{game}-MinAtar__{system}") for game in games]
+        shown = [f"{x.mean():.1f} ± {stats.sem(x):.1f}" for x in finals]
+        assert cells.split(" | ") == shown
+
+
 def test_no_file_is_without_its_row():
     names = {f"{row.name}.csv" for row in ROWS}
     assert {path.name for path in learning.RESULTS.glob("*.csv")} - {"clock.csv"} == names
