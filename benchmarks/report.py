@@ -279,11 +279,12 @@ def file_name(section: str) -> str:
 # --------------------------------------------- pages
 FIRST_PAGE = """# Results
 
-All numbers are measured ([how](#how-it-was-measured)). Each command links to the curves of all
-seeds; a peer is another implementation of PPO. Returns: interquartile mean [95% interval]; (t):
-returns in training{star}. Where our run is longer than the peer's, the table also has our return
-after as many steps. Gymnasium, Craftax and others: [environments](environments.md). Speed with
-equal networks and sizes: [benchmarks](../benchmarks/RESULTS.md).
+All numbers are our own measurements ([how](#how-it-was-measured)). Each command links to the curves
+of all seeds; a peer is another implementation of PPO. Returns: interquartile mean [95% interval];
+(t): returns in training{star}. Where our run is longer than the peer's, the table also has the
+return of a run of about as many steps. For Gymnasium, Craftax and others, see
+[environments](environments.md); for speed with equal networks and sizes,
+[benchmarks](../benchmarks/RESULTS.md).
 
 {table}
 
@@ -297,35 +298,35 @@ All environments, systems and our commands: {pages}.
 ## How it was measured
 
 The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit and versions of
-every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, no
-GPU. The commands in the table leave out evaluation options and the number of seeds.{stars}
+every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, on
+CPUs. The commands in the table leave out evaluation options and the number of seeds.{stars}
 
-For each environment the table has one script, chosen after seeing the results; on simple_spread
-also the number of epochs (two are the default). The settings in SMAX were found on 3m, on another
+For each environment the table has one script, chosen after seeing the results; on hopper,
+simple_spread and 3m also one of two settings. The settings in SMAX were found on 3m, with another
 seed. How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
 [peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
   interval, in the last 5% of the steps. Our evaluations play 128 full episodes from fresh resets
   (32 in MinAtar and Brax, 1280 in rings, 2048 in meta-learning) with sampled actions; those of
-  peers, as many as their CSVs say. In trials, the return is the mean over all their episodes, the
-  first included. A peer that does not evaluate has returns of training, marked (t): do not read
-  small differences from evaluations as real. "wins" is the share of training episodes that were
-  won.
-- **seeds**: five to 32, on the pages; three in meta-learning and where learning is slow on a CPU
+  peers, the number stated in their CSVs. In "trials", the return is the mean over all episodes of a
+  trial, the first included. A peer that does not evaluate has returns of training, marked (t):
+  small differences between these and evaluations may not be real. "wins" is the share of training
+  episodes that were won, of ours as of peers.
+- **seeds**: five to 32 (see the pages); three in meta-learning and where learning is slow on a CPU
   (DiscoRL's rule with random weights, CleanRL on the continuous tasks, Stoix on
   MountainCarContinuous-v0). Stoix on Pendulum-v1: ten, where ours have 32.
-- **time**: training of one seed on two idle cores of a virtual server, without evaluation and
-  compilation (up to {compilation:.0f} s more): steps divided by the steps/s that `python
-  benchmarks/learning.py --clock` measures, the systems of a task taking turns
-  ([clock.csv](../benchmarks/results/clock.csv)); empty: not measured. The server's speed varies by
-  a factor of two from day to day: compare within an environment only. XLand-MiniGrid is timed with
-  its own layers, which are made for GPUs: with equivalent matrix products it is nine times as fast
-  here.
-- **best peer**: the one with the highest return, over all its settings; of several within 1% of it,
+- **time**: training of one seed on two idle cores of a virtual server (the pages name the
+  processor), as steps divided by the steps/s that `python benchmarks/learning.py --clock` measures,
+  the systems of a task taking turns ([clock.csv](../benchmarks/results/clock.csv)). Evaluation and
+  compilation (up to {compilation:.0f} s) are not included. Empty: no peer, or not measured. The
+  speed of such a server varies by a factor of two from day to day: compare within an environment
+  only. XLand-MiniGrid is timed with its own layers, which are made for GPUs: with equivalent matrix
+  products it is nine times as fast here.
+- **best peer**: the one with the highest return in its best setting; of several within 1% of it,
   the fastest. Peers run with their published settings for the environment, else with those of their
-  default environment. The names give the main changes to them; all are in the CSVs and in
-  [peers](../benchmarks/peers.md#learning-curves).
+  default environment. The name of a peer has the main changes to these settings; all changes are in
+  the CSVs and in [peers](../benchmarks/peers.md#learning-curves).
 
 The pages of the families have more columns:
 
@@ -335,12 +336,12 @@ The pages of the families have more columns:
   have a point per evaluation, those of training returns up to 50; a seed above the level at the
   first point may have reached it earlier. No brackets: both ends of the interval equal the median
   after rounding. "never": at least half of the seeds did not get there. The levels are ours: near
-  what solves a task in classic control and MiniGrid, elsewhere one that a peer reaches too.
+  what solves a task in classic control and MiniGrid, elsewhere mostly one that a peer reaches too.
 - **seconds to** a level: these steps divided by the steps/s.
 - **steps/s**: the median of the timed calls [slowest, fastest].
 
-If a peer was run with several settings, the tables show those with the highest return; the others
-follow in a table of their own.
+Of a peer that was run with several settings, the first tables show the one with the highest return;
+the others are in a table at the end of the page.
 
 Peers: {peers}.
 """
@@ -350,16 +351,20 @@ curves of ours that were measured with earlier versions of the scripts** (the co
 CSVs): today's commands give similar but not identical curves."""
 CAPTION = """Lines: interquartile means over seeds, solid ours, dashed peers. Bands: 95% bootstrap
 intervals. Dotted: the level of "steps to" in the tables."""
-ONE_OF_SEVERAL = """ Of a script with several settings, a
-picture shows the one with the highest return."""
+PEERS = ", solid ours, dashed peers"
+ONE_OF_SEVERAL = """ Of several settings of a script or
+peer, a picture shows the one with the highest return."""
 SECONDS = """ Against
-seconds: environments in which the speeds of the systems differ by half and more."""
+seconds: environments with a peer in which the fastest system runs more than 1.5 times as fast as
+the slowest."""
 NOTES = {  # of a section
     "Drifts": "`clip` is PPO, the algorithm of `ppo_ff.py`, here with five seeds everywhere.",
     "MiniGrid": """XLand-MiniGrid is timed with its own layers, which are made for GPUs: with
 equivalent matrix products it is nine times as fast on a CPU
-([peers](../../benchmarks/peers.md)). Pictures show `ppo_rnn.py` with 1M steps, as many as the
-peer's, and where that is not enough, a run of 10M steps too.""",
+([peers](../../benchmarks/peers.md)). Of `ppo_rnn.py`, pictures show the run of 1M steps, as long as
+the peer's, and where that does not reach the level, the run of 10M steps too (MemoryS8: only the
+latter).""",
+    "Several agents": """In rings, the first evaluation is at the optimum: it has no picture.""",
 }
 COMMANDS = """
 ## Commands
@@ -394,7 +399,7 @@ ABLATIONS = """# Ablations
 One detail changed at a time, by options or by replacements in the script's text
 ([ablations.py](../../benchmarks/ablations.py); each CSV lists its own):
 `python benchmarks/learning.py --ablations`. Where the intervals of a change and of the unchanged
-script overlap, these seeds do not show a difference; an effect may still exist.
+script overlap, so few seeds neither show an effect nor rule it out.
 """
 GPU = """# On a GPU
 
@@ -515,8 +520,9 @@ def family_page(section: str, curves: list[tuple[Row, Curve]], rates: dict[str, 
         text += f"\n![{section}: return against {x}]({name}.png)\n"
     tasks = {row.task.title: row.task for row, _ in curves}
     shown, others = split_variants(curves)
-    is_choice = len(pictured(curves)) < len(shown)
-    text += f"\n{CAPTION}{ONE_OF_SEVERAL * is_choice}"
+    is_choice = len(pictured(curves)) < len(shown) and section != "MiniGrid"  # see its note
+    caption = CAPTION if any(row.is_peer for row, _ in curves) else CAPTION.replace(PEERS, "")
+    text += f"\n{caption}{ONE_OF_SEVERAL * is_choice}"
     text += SECONDS * any("_time" in name for name in pictures) + "\n"
     for title, task in tasks.items():
         wins = ", share of training episodes that were won" if task.wins else ""
@@ -591,7 +597,7 @@ def ablation_tables() -> str:
         if len(found) < 2:
             continue
         text += f"\n## {task.title}, `{base}.py`\n\n"
-        text += "| change | return (IQM) | mean ± std | seeds | "
+        text += "| change | return | mean ± std | seeds | "
         text += f"steps to {task.threshold:g} |\n"
         text += "|---|---|---|---|---|\n"
         for row in found:
@@ -700,7 +706,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, lev
         if is_log:
             axes.set_xscale("log")
             low, high = axes.get_xlim()
-            subs = (1, 2, 5) if high < 150 * low else (1,)
+            subs = (1, 2, 5) if high < 500 * low else (1,)
             axes.xaxis.set_major_locator(LogLocator(subs=subs))
             axes.xaxis.set_minor_locator(NullLocator())
         else:
