@@ -302,8 +302,8 @@ every curve; `python benchmarks/learning.py --report` writes these pages from th
 CPUs. The commands in the table leave out evaluation options and the number of seeds.{stars}
 
 For each environment the table has one script, chosen after seeing the results; on hopper,
-simple_spread and 3m also one of two settings. The settings in SMAX were found on 3m, with another
-seed. How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
+in MPE and on 3m also one of two settings. The settings in SMAX were found on 3m, with another seed.
+How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
 [peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
@@ -706,7 +706,8 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, lev
         if is_log:
             axes.set_xscale("log")
             low, high = axes.get_xlim()
-            subs = (1, 2, 5) if high < 500 * low else (1,)
+            most = 150 if width == 3 else 500  # else the labels touch
+            subs = (1, 2, 5) if high < most * low else (1,)
             axes.xaxis.set_major_locator(LogLocator(subs=subs))
             axes.xaxis.set_minor_locator(NullLocator())
         else:

@@ -445,3 +445,14 @@ def test_every_legend_is_within_its_picture(figures):
         figure.draw_without_rendering()
         box = figure.legends[0].get_window_extent()
         assert box.x0 >= 0 and box.x1 <= figure.bbox.x1, file
+
+
+def test_tick_labels_do_not_touch(figures):
+    for file, figure in figures.items():
+        figure.draw_without_rendering()
+        for axes in (axes for axes in figure.axes if axes.get_visible()):
+            low, high = axes.get_xlim()
+            ticks = zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)
+            boxes = [label.get_window_extent() for x, label in ticks if low <= x <= high]
+            for left, right in zip(boxes, boxes[1:], strict=False):
+                assert left.x1 < right.x0, (file, axes.get_title(loc="left"))
