@@ -474,11 +474,12 @@ def overview_row(row: Row, curve: Curve, peer, shorter, rates: dict[str, Rate]) 
     time = lambda row, x: (
         duration(x.steps[-1] / rates[row.name].median) if row.name in rates else ""
     )
-    words = re.sub(r" --(num-evals|eval-episodes) \d+", "", " " + shlex.join(row.words))
+    command = shlex.join([f"{row.kind}.py", *row.words])
+    command = re.sub(r" --(num-evals|eval-episodes) \d+", "", command)
     wins = ", wins" if row.task.wins else ""
     cells = [
         row.task.title + wins,
-        f"[`{row.kind}.py{words}`](../benchmarks/results/{row.name}.csv)",
+        f"[`{command}`](../benchmarks/results/{row.name}.csv)",
         return_of(curve) + earlier(row, curve),
         time(row, curve),
     ]

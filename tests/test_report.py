@@ -268,6 +268,16 @@ def final_of(name: str) -> np.ndarray:
     return report.final_returns(report.read_curve(learning.RESULTS / f"{name}.csv"))
 
 
+def compare(cell: str, name: str) -> int:
+    """Each "mean ± deviation" in a cell is that of the final returns; how many there are."""
+    shown = re.findall(r"(-?[\d.]+) ± ([\d.]+)", cell)
+    for mean, deviation in shown:
+        digits, final = len(deviation.partition(".")[2]), final_of(name)
+        assert mean == f"{final.mean():.{digits}f}", name
+        assert deviation == f"{final.std():.{digits}f}", name
+    return len(shown)
+
+
 def test_the_page_of_details_shows_the_ablations():
     lines = (ROOT / "docs" / "details.md").read_text().split("| unchanged | changed |")[1]
     rows = [line.strip("| ").split(" | ") for line in lines.splitlines()[2:10]]
@@ -277,11 +287,8 @@ def test_the_page_of_details_shows_the_ablations():
         base = f"{title}__{script}"
         changed = f"{base} {options.get(change, change)}".replace(" ", "-")
         for name, cell in zip((base, changed), cells, strict=True):
-            cell, final = cell.split(";")[0], final_of(name)
-            for mean, deviation in re.findall(r"(-?[\d.]+) ± ([\d.]+)", cell):
-                digits = len(deviation.partition(".")[2])
-                assert mean == f"{final.mean():.{digits}f}", name
-                assert deviation == f"{final.std():.{digits}f}", name
+            cell = cell.split(";")[0]
+            compare(cell, name)
             for steps, level in re.findall(r"(\S+) steps(?: to (-?\d+))?", cell):
                 task = next(task for task in TASKS if task.title == title)
                 assert not level or float(level) == task.threshold
@@ -302,6 +309,53 @@ def test_the_page_of_ppo_ff_shows_what_the_falling_entropy_bonus_does():
         finals = [final_of(f"{game}-MinAtar__{system}") for game in games]
         shown = [f"{x.mean():.1f} ± {stats.sem(x):.1f}" for x in finals]
         assert cells.split(" | ") == shown
+
+
+def test_the_pages_of_several_agents_show_the_results():
+    settings = {
+        "defaults": "",
+        "four epochs": "-4-epochs",
+        "four epochs, no bonus": "-4-epochs-without-entropy-bonus",
+    }
+    systems = ("mappo", "ippo_rnn", "ippo", "jaxmarl-mappo_rnn", "jaxmarl-ippo_rnn")
+    table = (ROOT / "docs" / "mappo.md").read_text().split("| settings here |")[1]
+    compared, title = 0, ""
+    for line in table.split("\n\n")[0].splitlines()[2:]:
+        place, setting, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        title = place or title
+        task = title.replace("/", "-").replace(", shared rewards", "-with-shared-rewards")
+        for system, cell in zip(systems, cells, strict=True):
+            name = f"{task}__{system}" + ("" if "jaxmarl" in system else settings[setting])
+            if "tuned" in cell:
+                (path,) = learning.RESULTS.glob(f"{name}-LR=*.csv")
+                name = path.stem
+            compared += compare(cell, name)
+    assert compared == 26
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ("MPE_simple_spread_v3", "MPE_simple_spread_v3__{}"),
+        ("the same, four epochs", "MPE_simple_spread_v3__{}-4-epochs"),
+        ("MPE_simple_reference_v3", "MPE_simple_reference_v3__{}"),
+        (
+            """coin_game, `--env-params '{"shared_rewards": true}'`""",
+            "coin_game-with-shared-rewards__{}",
+        ),
+        ("HeuristicEnemySMAX/3m, share of episodes won", "HeuristicEnemySMAX-3m__{}"),
+        (
+            "the same, four epochs, no entropy bonus",
+            "HeuristicEnemySMAX-3m__{}-4-epochs-without-entropy-bonus",
+        ),
+    ],
+)
+def test_the_page_of_ippo_rnn_shows_the_results(place, name):
+    text = (ROOT / "docs" / "ippo_rnn.md").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith(f"| {place} |"))
+    recurrent, feedforward = line.split("|")[2:4]
+    assert compare(recurrent, name.format("ippo_rnn")) == 1
+    assert "±" not in feedforward or compare(feedforward, name.format("ippo"))
 
 
 def test_no_file_is_without_its_row():
