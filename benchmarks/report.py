@@ -301,6 +301,10 @@ The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit
 every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, on
 CPUs. The commands in the table leave out evaluation options and the number of seeds.{stars}
 
+Our curves are of commit {commits[0]}; those of `ippo_rnn.py` and `mappo.py`, and of `ippo.py` on
+simple_reference, are of {commits[1]}. In short runs on one machine, all scripts but these two give
+the same metrics at both commits, bit for bit.
+
 For each environment the table has one script, chosen after seeing the results; on hopper,
 in MPE and on 3m also one of two settings. The settings in SMAX were found on 3m, with another seed.
 How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
@@ -453,6 +457,7 @@ def first_page(results, rates) -> str:
     ours = [curve for row, curve in curves if not row.is_peer]
     is_old = any(curve.about["commit"] not in COMMITS for curve in ours)
     return FIRST_PAGE.format(
+        commits=COMMITS,
         table=text.strip(),
         caption=CAPTION,
         pages=pages,
