@@ -281,10 +281,9 @@ FIRST_PAGE = """# Results
 
 All numbers are our own measurements ([how](#how-it-was-measured)). Each command links to the curves
 of all seeds; a peer is another implementation of PPO. Returns: interquartile mean [95% interval];
-(t): returns in training{star}. Where our run is longer than the peer's, the table also has the
-return of a run of about as many steps. For Gymnasium, Craftax and others, see
-[environments](environments.md); for speed with equal networks and sizes,
-[benchmarks](../benchmarks/RESULTS.md).
+(t): returns in training{star}. Where our run is longer than the peer's, the table also has a run
+of about as many steps. For Gymnasium, Craftax and others, see [environments](environments.md); for
+speed with equal networks and sizes, [benchmarks](../benchmarks/RESULTS.md).
 
 {table}
 
@@ -301,12 +300,14 @@ The CSVs in [benchmarks/results](../benchmarks/results) hold the command, commit
 every curve; `python benchmarks/learning.py --report` writes these pages from them. Python 3.11, on
 CPUs. The commands in the table leave out evaluation options and the number of seeds.{stars}
 
-Our curves are of commit {commits[0]}; those of `ippo_rnn.py` and `mappo.py`, and of `ippo.py` on
-simple_reference, are of {commits[1]}. In short runs on one machine, all scripts but these two give
-the same metrics at both commits, bit for bit.
+Our curves were recorded at commit {commits[0]}, except those of `ippo_rnn.py`, `mappo.py` and, on
+simple_reference, `ippo.py` ({commits[1]}). In short runs on one machine, all scripts but
+`ippo_rnn.py` and `mappo.py` give the same metrics at both commits, bit for bit.
 
 For each environment the table has one script, chosen after seeing the results; on hopper,
 in MPE and on 3m also one of two settings. The settings in SMAX were found on 3m, with another seed.
+A script and its best peer can differ in their networks: on simple_spread, ours has no memory and
+the peer has.
 How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
 [peers](../benchmarks/peers.md#learning-curves).
 
@@ -316,7 +317,7 @@ How settings were found, on which environments and seeds: [ours](../benchmarks/t
   peers, the number stated in their CSVs. In "trials", the return is the mean over all episodes of a
   trial, the first included. A peer that does not evaluate has returns of training, marked (t):
   small differences between these and evaluations may not be real. "wins" is the share of training
-  episodes that were won, of ours as of peers.
+  episodes that were won, for ours and peers alike.
 - **seeds**: five to 32 (see the pages); three in meta-learning and where learning is slow on a CPU
   (DiscoRL's rule with random weights, CleanRL on the continuous tasks, Stoix on
   MountainCarContinuous-v0). Stoix on Pendulum-v1: ten, where ours have 32.
@@ -329,7 +330,7 @@ How settings were found, on which environments and seeds: [ours](../benchmarks/t
   products it is nine times as fast here.
 - **best peer**: the one with the highest return in its best setting; of several within 1% of it,
   the fastest. Peers run with their published settings for the environment, else with those of their
-  default environment. The name of a peer has the main changes to these settings; all changes are in
+  default environment. A peer's name lists its main changes to these settings; all changes are in
   the CSVs and in [peers](../benchmarks/peers.md#learning-curves).
 
 The pages of the families have more columns:
@@ -368,7 +369,9 @@ equivalent matrix products it is nine times as fast on a CPU
 ([peers](../../benchmarks/peers.md)). Of `ppo_rnn.py`, pictures show the run of 1M steps, as long as
 the peer's, and where that does not reach the level, the run of 10M steps too (MemoryS8: only the
 latter).""",
-    "Several agents": """In rings, the first evaluation is at the optimum: it has no picture.""",
+    "Several agents": """rings has no picture: its first evaluation is already at the optimum.
+In MPE and the coin game, returns are summed over the agents, and ours are evaluated every 100k
+steps: their "steps to" are multiples of that.""",
 }
 COMMANDS = """
 ## Commands
@@ -459,7 +462,7 @@ def first_page(results, rates) -> str:
     return FIRST_PAGE.format(
         commits=COMMITS,
         table=text.strip(),
-        caption=CAPTION,
+        caption=CAPTION.replace("tables", "tables of the pages") + ONE_OF_SEVERAL,
         pages=pages,
         peers=peers,
         star=STAR * is_old,
@@ -489,12 +492,14 @@ def overview_row(row: Row, curve: Curve, peer, shorter, rates: dict[str, Rate]) 
         time(row, curve),
     ]
     if shorter:
-        early = f"{iqm(final_returns(shorter[0][1])):.2g}"
-        cells[2] += f"; {early} after {short(shorter[0][1].steps[-1])} steps"
+        early = shorter[0][1]
+        cells[2] += f"; in {short(early.steps[-1])} steps {return_of(early)}"
+        if cells[3]:  # the same program: the same steps/s
+            cells[3] += f"; {duration(early.steps[-1] / rates[row.name].median)}"
     if peer:
         training = "" if row.task.wins or peer[1].about["returns"].startswith("eval") else " (t)"
-        length = f" after {short(peer[1].steps[-1])} steps" if shorter else ""
-        cells += [label(peer[0]), return_of(peer[1]) + training + length, time(*peer)]
+        length = f"in {short(peer[1].steps[-1])} steps " if shorter else ""
+        cells += [label(peer[0]), length + return_of(peer[1]) + training, time(*peer)]
     else:
         cells += ["none", "", ""]
     return "| " + " | ".join(cells) + " |\n"
