@@ -8,8 +8,8 @@
     python benchmarks/learning.py --peers purejaxrl=DIR rejax=DIR    # see peers.md
 
 A row is one system in one environment: a process of its own, and one CSV in benchmarks/results that
-names its command, commit and versions. Finished rows are skipped, and interrupted runs of
-our scripts continue.
+names its command, commit, versions and machine. Finished rows are skipped, and interrupted runs
+of our scripts continue.
 The learning curves may be measured on a busy machine, ours with all seeds in one program. The
 clock needs an idle one: steps/s of one seed without evaluation and compilation, every system that
 shares a task in turns. Training seconds are environment steps divided by that rate.
@@ -535,6 +535,7 @@ def measure(rows: list[Row], peers: dict[str, Path]):
             f"# command: {row.command}",
             f"# commit: {commit(row)}",
             f"# versions: {versions(row)}",
+            f"# machine: {cpu_model()}",
         ]
         if row.is_peer:
             check_peer(row.kind, peers[row.kind])

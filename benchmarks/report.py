@@ -306,10 +306,9 @@ simple_reference, `ippo.py` ({commits[1]}). In short runs on one machine, all sc
 
 For each environment the table has one script, chosen after seeing the results; on hopper,
 in MPE and on 3m also one of two settings. The settings in SMAX were found on 3m, with another seed.
-A script and its best peer can differ in their networks: on simple_spread, ours has no memory and
-the peer has.
-How settings were found, on which environments and seeds: [ours](../benchmarks/tuning.md),
-[peers](../benchmarks/peers.md#learning-curves).
+A script and its best peer can have different networks: on simple_spread, the peer's has memory and
+ours does not. How settings were found, on which environments and seeds:
+[ours](../benchmarks/tuning.md), [peers](../benchmarks/peers.md#learning-curves).
 
 - **return**: interquartile mean over seeds (of three seeds: the mean) and its 95% bootstrap
   interval, in the last 5% of the steps. Our evaluations play 128 full episodes from fresh resets
@@ -627,10 +626,11 @@ def ablation_tables() -> str:
 
 # ------------------------------------------ pictures
 def same_constant(curves: list[tuple[Row, Curve]]) -> list[tuple[Row, float]]:
-    """Systems whose curves are constant and lie on each other, with the value."""
+    """Systems whose curves hardly rise, soon are constant and lie on each other, with the value."""
     lines = [(row, iqm(curve.values)) for row, curve in curves]
     height = max(x.max() for _, x in lines) - min(x.min() for _, x in lines)
-    flat = [(row, x[-1]) for row, x in lines if np.ptp(x) < 0.01 * height]
+    is_constant = lambda x: np.ptp(x) < 0.2 * height and np.ptp(x[len(x) // 2 :]) < 0.01 * height
+    flat = [(row, x[-1]) for row, x in lines if is_constant(x)]
     same = [(row, x) for row, x in flat if abs(x - flat[0][1]) < 0.01 * height]
     return same if len(same) > 1 else []
 
@@ -670,7 +670,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, lev
     """A panel per environment, at most six, against steps or, with rates, training seconds.
 
     The axis is logarithmic for seconds, and for steps where learning or a run is over early:
-    otherwise curves lie on each other at the edges of the panel. Where they are constant and do so
+    otherwise curves lie on each other at the edges of the panel. Where those without progress do so
     in spite of that, the panel names them. `levels`: whether to draw the thresholds.
     """
     name = lambda row: printed(script_of(row))
@@ -687,6 +687,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, lev
         axes.set_visible(False)
     lines = {}
     for (title, curves), axes in zip(panels.items(), grid, strict=False):
+        drawn = {}
         for row, curve in curves:
             x, color = curve.steps, SYSTEM_COLORS.get(script_of(row), BROWN)
             if rates:
@@ -697,6 +698,7 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, lev
             (line,) = axes.plot(x, iqm(curve.values), **style)
             axes.fill_between(x, *bootstrap(curve.values), color=color, **BAND)
             lines.setdefault(name(row), line)
+            drawn[row.name] = line.get_data()
         task = curves[0][0].task
         if levels:
             axes.axhline(task.threshold, color=GRAY, linewidth=0.8, linestyle=":")
@@ -705,10 +707,13 @@ def draw(panels: dict[str, list[tuple[Row, Curve]]], path: Path, rates=None, lev
         if constant := same_constant(curves):
             text = "\n".join(dict.fromkeys(name(row) for row, _ in constant))
             # On the right, where other curves have risen, unless they rise late.
-            names_here, low = [row.name for row, _ in constant], constant[0][1]
-            others = [x for row, x in curves if row.name not in names_here]
-            starts = [iqm(x.values)[0] for x in others]
-            is_low = min(starts, default=np.inf) < low + 0.1 * abs(task.threshold)
+            low, names_here = constant[0][1], [row.name for row, _ in constant]
+            begin, end = axes.dataLim.intervalx
+            begin_of_names = begin**0.35 * end**0.65  # on a logarithmic axis
+            others = [
+                np.interp(begin_of_names, *xy) for x, xy in drawn.items() if x not in names_here
+            ]
+            is_low = min(others, default=np.inf) < low + 0.1 * abs(task.threshold)
             at, side = (0.03, "left") if is_log and is_low else (0.97, "right")
             place = {"xycoords": ("axes fraction", "data"), "ha": side, "va": "bottom"}
             axes.annotate(text, (at, low), fontsize=8, **place)
