@@ -17,6 +17,8 @@ from matplotlib.ticker import EngFormatter
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 sys.path.insert(0, str(DOCS.parent))
 
+from report import SKY, SYSTEM_COLORS
+
 import plot
 
 # The original's `eval` notebook, seed 0, on a CPU: mean training return of the last 50 iterations.
@@ -71,10 +73,11 @@ def draw_catch(options: Catch) -> matplotlib.figure.Figure:
     ]
     for i, curve in enumerate(curves):
         label = f"disco.py ({len(curves)} seeds)" if i == 0 else None
-        axes.plot(*curve, color=plot.BLUE, linewidth=1.4, label=label)
-    axes.plot(ORIGINAL_STEPS, ORIGINAL_RETURNS, "o--", color="black", label="original (1 seed)")
+        axes.plot(*curve, color=SYSTEM_COLORS["disco"], linewidth=1.4, label=label)
+    axes.plot(ORIGINAL_STEPS, ORIGINAL_RETURNS, "o--", color=SKY, label="original (1 seed)")
     steps, returns = read_training(options.control)
-    axes.plot(steps, returns[:, 0], color=plot.RED, linewidth=1.4, label="random rule (1 seed)")
+    color = SYSTEM_COLORS["disco random"]
+    axes.plot(steps, returns[:, 0], color=color, linewidth=1.4, label="random rule (1 seed)")
     axes.axhline(CHANCE, color=plot.GRAY, linestyle=":", linewidth=1.2)
     axes.annotate("random policy", (1_000, -0.84), va="top", color=plot.GRAY)
     axes.set(xlabel="environment steps", ylabel="training return, mean of 50 updates")
@@ -85,10 +88,10 @@ def draw_catch(options: Catch) -> matplotlib.figure.Figure:
 
 SYSTEMS = {
     "learned": ("rules learned on Catch 5×5", plot.BLUE),
-    "disco103": ("Disco103", "black"),
-    "actor_critic": ("actor_critic", plot.COLORS[2]),
-    "policy_gradient": ("policy_gradient", plot.COLORS[4]),
-    "random": ("random rule", plot.RED),
+    "disco103": ("Disco103", SYSTEM_COLORS["disco"]),
+    "actor_critic": ("actor_critic", SYSTEM_COLORS["disco actor_critic"]),
+    "policy_gradient": ("policy_gradient", SYSTEM_COLORS["disco policy_gradient"]),
+    "random": ("random rule", SYSTEM_COLORS["disco random"]),
 }
 
 

@@ -16,8 +16,10 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from report import SYSTEM_COLORS
+
 import ppo_drift
-from plot import COLORS, STYLE
+from plot import STYLE
 
 
 def objectives(ratio, advantage, config):
@@ -39,7 +41,8 @@ def draw(path: Path):
     figure = matplotlib.figure.Figure(figsize=(8.4, 3.2))
     for axes, sign in zip(figure.subplots(1, 2), (1, -1), strict=True):
         curves = objectives(ratio, jnp.full_like(ratio, sign), config)
-        for color, (name, values) in zip(COLORS, curves.items(), strict=False):
+        for name, values in curves.items():
+            color = SYSTEM_COLORS[f"ppo_drift {name}"]
             axes.plot(ratio, np.array(values), color=color, label=name)
         axes.axvline(1, color="0.7", linewidth=0.8, zorder=0)
         axes.set(title=f"advantage {sign:+d}", xlabel="ratio", ylabel="objective")
